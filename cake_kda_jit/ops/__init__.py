@@ -1,0 +1,1 @@
+"""The thin dispatch: check, select, launch."""

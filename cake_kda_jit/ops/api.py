@@ -1,0 +1,255 @@
+"""The public operations: check the inputs, make or take a plan, call the operators."""
+
+from __future__ import annotations
+
+import torch
+
+from ..errors import UnsupportedProblemError
+from . import checks
+from .library import NAMESPACE  # importing the module registers the operators
+from .plan import Plan, check_boundaries
+from .problem import KdaOptions
+
+_operators = getattr(torch.ops, NAMESPACE)
+CONV_WIDTHS = (2, 3, 4)
+
+
+def chunk_kda(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    state_v_first: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens_cpu: torch.Tensor | None = None,
+    plan: Plan | None = None,
+    cp_context: object | None = None,
+    options: KdaOptions | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Kimi Delta Attention over a batch, or over documents packed into one sequence.
+
+    Per token: ``S <- diag(exp(g)) S``, then ``S <- S + k (beta (v - S^T k))^T``, then ``o = scale S^T q``.
+
+    Shapes: q, k ``[B, T, H, K]``; v ``[B, T, HV, V]``; g ``[B, T, HV, K]``; beta ``[B, T, HV]``; K = V in {64, 128}, HV
+    a multiple of H. With ``cu_seqlens`` (int32 or int64 ``[N + 1]``, from 0 to T) or a ``plan``, B is 1 and N documents
+    never mix; otherwise N = B. States are fp32 ``[N, HV, K, V]``, or ``[N, HV, V, K]`` with ``state_v_first``.
+
+    dtypes: q, k, v share bf16 or fp16 (fp32 too on a CPU); g and beta have that dtype or fp32; ``A_log`` ``[HV]`` and
+    ``dt_bias`` ``[HV * K]`` or ``[HV, K]`` are fp32. Gradients have their input's dtype and are summed in fp32.
+
+    Transforms: ``use_qk_l2norm_in_kernel`` divides q and k by their norm; ``use_gate_in_kernel`` takes g raw and forms
+    ``-exp(A_log) softplus(g + dt_bias)``, or ``lower_bound sigmoid(exp(A_log) (g + dt_bias))`` where ``lower_bound`` in
+    [-5, 0) is given; otherwise g is the natural log of the decay, at most 0, ``-inf`` being a reset.
+    ``use_beta_sigmoid_in_kernel`` takes beta raw, doubled after the sigmoid with ``allow_neg_eigval``. ``safe_gate`` is
+    accepted for compatibility and changes no result.
+
+    Returns o ``[B, T, HV, V]`` in q's dtype and the final states (None unless ``output_final_state``). An empty
+    document's final state is its initial state.
+
+    Errors: UnsupportedProblemError before any launch, PlanMismatchError for a plan of another pack, BuildError and
+    LoadError for a kernel that cannot be had.
+    """
+    _refuse_context(cp_context)
+    checks.check_attention_shapes(q, k, v, g, beta)
+    checks.check_gate(use_gate_in_kernel, lower_bound, A_log, dt_bias, v)
+    if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
+        raise UnsupportedProblemError(
+            "allow_neg_eigval=True doubles the sigmoid of beta; set "
+            "use_beta_sigmoid_in_kernel=True too, or pass 2 * sigmoid(beta) yourself"
+        )
+    resolved = (options or KdaOptions()).resolved()
+    pack = checks.plan_for(q, v, cu_seqlens, cu_seqlens_cpu, plan)
+    value_heads, head_dim = v.shape[2:]
+    checks.check_state(
+        "initial_state",
+        initial_state,
+        (pack.num_documents, value_heads, head_dim, head_dim),
+        "[N, HV, V, K]" if state_v_first else "[N, HV, K, V]",
+        q,
+    )
+    if initial_state is not None:
+        initial_state = (initial_state.transpose(-1, -2) if state_v_first else initial_state).contiguous()
+    inputs = [tensor.flatten(0, 1) for tensor in (q, k, v, g, beta)]
+    A_log = None if A_log is None else A_log.contiguous()
+    dt_bias = None if dt_bias is None else dt_bias.reshape(value_heads, head_dim).contiguous()
+    optional = (A_log, dt_bias, initial_state)
+    needs_backward = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*inputs, *optional))
+    o, final_state, _ = _operators.chunk_kda_forward(
+        *inputs,
+        *optional,
+        pack.cu_seqlens,
+        pack.chunk_offsets,
+        pack.num_chunks,
+        head_dim**-0.5 if scale is None else float(scale),
+        lower_bound,
+        use_qk_l2norm_in_kernel,
+        _gate_form(use_gate_in_kernel, lower_bound),
+        _beta_form(use_beta_sigmoid_in_kernel, allow_neg_eigval),
+        resolved.family,
+        output_final_state,
+        needs_backward and resolved.backward == "saved",
+    )
+    if not output_final_state:
+        return o.unflatten(0, q.shape[:2]), None
+    return o.unflatten(0, q.shape[:2]), final_state.transpose(-1, -2) if state_v_first else final_state
+
+
+def causal_conv1d(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    activation: str | None = "silu",
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    plan: Plan | None = None,
+    cp_context: object | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Causal depthwise convolution of width 2 to 4, with SiLU; documents never mix.
+
+    ``y[t] = silu(bias + sum_w weight[:, w] x[t - W + 1 + w])``, summed in fp32.
+
+    Shapes: x ``[B, T, D]``, weight ``[D, W]``, bias ``[D]``, states ``[N, D, W - 1]``: the tokens before a document,
+    nearest last. With ``cu_seqlens`` or a ``plan`` B is 1. dtypes: x bf16 or fp16 (fp32 too on a CPU); weight and bias
+    x's or fp32; initial_state x's or fp32, and final_state like it (x's without one).
+
+    ``activation`` is "silu" (or "swish") or None. Returns y ``[B, T, D]`` and the final states (None unless
+    ``output_final_state``). Errors as in ``chunk_kda``.
+    """
+    _refuse_context(cp_context)
+    if activation not in ("silu", "swish", None):
+        raise UnsupportedProblemError(f"activation={activation!r}; use 'silu' or None")
+    _check_conv(x, weight, bias)
+    boundaries_table, num_documents = _conv_boundaries(x, cu_seqlens, plan)
+    width = weight.shape[1]
+    if initial_state is not None:
+        checks.check_dtype("initial_state", initial_state, (x.dtype, torch.float32), "states have x's dtype or float32")
+        checks.check_shape("initial_state", initial_state, (num_documents, x.shape[2], width - 1), "[N, D, W - 1]")
+        checks.check_same_device(x, initial_state=initial_state)
+        initial_state = initial_state.contiguous()
+    y, final_state = _operators.causal_conv1d_forward(
+        x.flatten(0, 1),
+        weight.contiguous(),
+        None if bias is None else bias.contiguous(),
+        initial_state,
+        boundaries_table,
+        activation is not None,
+        output_final_state,
+    )
+    return y.unflatten(0, x.shape[:2]), final_state if output_final_state else None
+
+
+def transfer_walk(
+    M: torch.Tensor,
+    B: torch.Tensor,
+    initial: torch.Tensor | None,
+    offsets: torch.Tensor,
+    *,
+    variant: str | None = None,
+    precision_mode: int = 0,
+    transpose: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Carry states through chains of affine summaries: ``S[f + 1] = M_f S[f] + B_f``, at fp32 accuracy.
+
+    Shapes, all fp32: M ``[F, HV, K, K]``, B ``[F, HV, K, V]``, initial ``[N, HV, K, V]`` or None for zeros; offsets
+    int32 or int64 ``[N + 1]``, each chain's first fragment. K = V in {64, 128}. Returns ``entry`` ``[F, HV, K, V]``,
+    the state entering each fragment, and ``exit`` ``[N, HV, K, V]``, the state after each chain; an empty chain returns
+    its initial state. ``transpose`` walks from each chain's end with ``M^T``: gradients of states.
+
+    ``variant`` names the walk (``config.TRANSFER_WALKS``); ``precision_mode`` 1 or 2 are tf32_hilo's cheaper forms.
+    Not differentiable: the transposed walk is its gradient. Errors: UnsupportedProblemError before any launch.
+    """
+    for name, tensor in (("M", M), ("B", B)):
+        if tensor.dim() != 4:
+            raise UnsupportedProblemError(f"{name} has shape {list(tensor.shape)}; expected four dimensions")
+    fragments, value_heads, head_dim, value_dim = B.shape
+    if value_heads < 1:
+        raise UnsupportedProblemError(f"B has {value_heads} value heads; at least one is needed")
+    if head_dim != value_dim or head_dim not in checks.HEAD_DIMS:
+        raise UnsupportedProblemError(f"K = {head_dim}, V = {value_dim}; they must be equal and in {checks.HEAD_DIMS}")
+    checks.check_shape("M", M, (fragments, value_heads, head_dim, head_dim), "[F, HV, K, K]")
+    boundaries = checks.boundaries_of(offsets)
+    check_boundaries(boundaries, fragments)
+    for name, tensor in (("M", M), ("B", B)):
+        checks.check_dtype(name, tensor, (torch.float32,), "summaries stay in float32")
+    checks.check_same_device(B, M=M)
+    state_shape = (len(boundaries) - 1, value_heads, head_dim, value_dim)
+    checks.check_state("initial", initial, state_shape, "[N, HV, K, V]", B)
+    table = offsets.to(device=B.device, dtype=torch.int64)
+    return _operators.transfer_walk(
+        M.contiguous(),
+        B.contiguous(),
+        None if initial is None else initial.contiguous(),
+        table,
+        variant,
+        precision_mode,
+        transpose,
+    )
+
+
+def _refuse_context(cp_context: object | None) -> None:
+    if cp_context is not None:
+        raise UnsupportedProblemError(
+            f"cp_context is a {type(cp_context).__name__}; context parallelism is not built yet: pass cp_context=None"
+        )
+
+
+def _gate_form(use_gate: bool, lower_bound: float | None) -> str:
+    if not use_gate:
+        return "ready"
+    return "softplus" if lower_bound is None else "bounded"
+
+
+def _beta_form(use_sigmoid: bool, allow_neg_eigval: bool) -> str:
+    if not use_sigmoid:
+        return "ready"
+    return "two_sigmoid" if allow_neg_eigval else "sigmoid"
+
+
+def _check_conv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    if x.dim() != 3:
+        raise UnsupportedProblemError(f"x has shape {list(x.shape)}; expected [B, T, D]")
+    if weight.dim() != 2 or weight.shape[0] != x.shape[2] or weight.shape[1] not in CONV_WIDTHS:
+        raise UnsupportedProblemError(
+            f"weight has shape {list(weight.shape)}; expected [D, W] = [{x.shape[2]}, 2 to 4]"
+        )
+    checks.kernel_dtype("x", x)
+    checks.check_dtype("weight", weight, (x.dtype, torch.float32), "weight has x's dtype or float32")
+    if bias is not None:
+        checks.check_dtype("bias", bias, (weight.dtype,), "bias has weight's dtype")
+        checks.check_shape("bias", bias, (x.shape[2],), "[D]")
+    checks.check_same_device(x, weight=weight, bias=bias)
+
+
+def _conv_boundaries(x: torch.Tensor, cu_seqlens: torch.Tensor | None, plan: Plan | None) -> tuple[torch.Tensor, int]:
+    """Return the table of document boundaries, int64 ``[N + 1]`` on x's device, and N."""
+    batch, tokens = x.shape[:2]
+    if (cu_seqlens is not None or plan is not None) and batch != 1:
+        raise UnsupportedProblemError(
+            f"B = {batch} with cu_seqlens or a plan; a pack has B = 1: join the batch along T"
+        )
+    if plan is not None:
+        if (plan.num_tokens, plan.device) != (tokens, x.device):
+            raise UnsupportedProblemError(
+                f"x has {tokens} tokens on {x.device}; the plan was made for {plan.num_tokens} on {plan.device}"
+            )
+        return plan.cu_seqlens, plan.num_documents
+    if cu_seqlens is None:
+        return torch.arange(batch + 1, device=x.device) * tokens, batch
+    boundaries = checks.boundaries_of(cu_seqlens)
+    check_boundaries(boundaries, tokens)
+    return cu_seqlens.to(device=x.device, dtype=torch.int64, copy=True), len(boundaries) - 1

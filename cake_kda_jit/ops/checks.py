@@ -1,0 +1,154 @@
+"""Checks of tensors before any launch. Each message says what was given, what is accepted, what to do."""
+
+from __future__ import annotations
+
+import torch
+
+from ..errors import PlanMismatchError, UnsupportedProblemError
+from .plan import HEAD_DIMS, Plan, boundaries_of, check_boundaries, plan_of_boundaries
+
+DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+DEVICE_DTYPES = {"cpu": ("bf16", "fp16", "fp32"), "cuda": ("bf16", "fp16")}
+
+
+def _shape(tensor: torch.Tensor) -> str:
+    return f"{list(tensor.shape)}"
+
+
+def check_dtype(name: str, tensor: torch.Tensor, accepted: tuple[torch.dtype, ...], advice: str) -> None:
+    """Raise unless the tensor has one of the accepted dtypes."""
+    if tensor.dtype not in accepted:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in accepted)
+        raise UnsupportedProblemError(f"{name} is {tensor.dtype}; accepted here: {names}; {advice}")
+
+
+def check_same_device(reference: torch.Tensor, **tensors: torch.Tensor | None) -> None:
+    """Raise unless all tensors that are given live on the reference's device."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.device != reference.device:
+            raise UnsupportedProblemError(
+                f"{name} is on {tensor.device} but q or x is on {reference.device}; move all inputs to one device"
+            )
+
+
+def check_shape(name: str, tensor: torch.Tensor, expected: tuple[int, ...], meaning: str) -> None:
+    """Raise unless the tensor has the expected shape."""
+    if tuple(tensor.shape) != expected:
+        raise UnsupportedProblemError(f"{name} has shape {_shape(tensor)}; expected {meaning} = {list(expected)}")
+
+
+def kernel_dtype(name: str, tensor: torch.Tensor) -> str:
+    """Return bf16, fp16 or fp32, if kernels on the tensor's device compute from it."""
+    accepted = DEVICE_DTYPES.get(tensor.device.type, ())
+    found = DTYPE_NAMES.get(tensor.dtype)
+    if found not in accepted:
+        raise UnsupportedProblemError(
+            f"{name} is {tensor.dtype} on {tensor.device}; accepted there: "
+            f"{', '.join(accepted) or 'nothing'}; convert it first"
+        )
+    return found
+
+
+def check_attention_shapes(q, k, v, g, beta) -> None:
+    """Raise unless q, k, v, g and beta are tensors of one dtype, one device and shapes that belong together."""
+    for name, tensor in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta)):
+        if not isinstance(tensor, torch.Tensor):
+            raise UnsupportedProblemError(f"{name} is {type(tensor).__name__}; give a tensor")
+    for name, tensor in (("q", q), ("v", v)):
+        if tensor.dim() != 4:
+            raise UnsupportedProblemError(f"{name} has shape {_shape(tensor)}; give [B, T, heads, channels]")
+    batch, tokens, heads, key_dim = q.shape
+    value_heads, value_dim = v.shape[2:]
+    check_shape("k", k, tuple(q.shape), "the shape of q, [B, T, H, K]")
+    check_shape("v", v, (batch, tokens, value_heads, value_dim), "[B, T, HV, V] with q's B and T")
+    if value_heads < 1 or heads < 1 or value_heads % heads:
+        raise UnsupportedProblemError(f"q has {heads} heads and v {value_heads}; v's must be a multiple of q's")
+    if key_dim != value_dim or key_dim not in HEAD_DIMS:
+        raise UnsupportedProblemError(
+            f"K = {key_dim} and V = {value_dim}; K and V must be equal and one of {HEAD_DIMS}"
+        )
+    check_shape("g", g, (batch, tokens, value_heads, key_dim), "[B, T, HV, K], one gate per value head and key channel")
+    check_shape("beta", beta, (batch, tokens, value_heads), "[B, T, HV]")
+    kernel_dtype("q", q)
+    check_dtype("k", k, (q.dtype,), "q, k and v share one dtype")
+    check_dtype("v", v, (q.dtype,), "q, k and v share one dtype")
+    for name, tensor in (("g", g), ("beta", beta)):
+        check_dtype(name, tensor, (q.dtype, torch.float32), "g and beta have q's dtype or float32")
+    check_same_device(q, k=k, v=v, g=g, beta=beta)
+
+
+def check_gate(
+    use_gate: bool, lower_bound: float | None, A_log: torch.Tensor | None, dt_bias: torch.Tensor | None, v: torch.Tensor
+) -> None:
+    """Raise unless the gate's options belong together and its parameters have their shapes."""
+    value_heads, head_dim = v.shape[2:]
+    if lower_bound is not None and not -5.0 <= lower_bound < 0.0:
+        raise UnsupportedProblemError(f"lower_bound={lower_bound}; it must lie in [-5, 0)")
+    if not use_gate:
+        for name, value in (("A_log", A_log), ("dt_bias", dt_bias)):
+            if value is not None:
+                raise UnsupportedProblemError(
+                    f"{name} is given but use_gate_in_kernel is False, so it would get no "
+                    f"gradient; set use_gate_in_kernel=True or leave {name} out"
+                )
+        return
+    if A_log is None and lower_bound is None:
+        raise UnsupportedProblemError("use_gate_in_kernel=True needs A_log [HV], or a lower_bound for the bounded gate")
+    if A_log is not None:
+        check_dtype("A_log", A_log, (torch.float32,), "gate parameters stay in float32")
+        check_shape("A_log", A_log, (value_heads,), "[HV]")
+    if dt_bias is not None:
+        check_dtype("dt_bias", dt_bias, (torch.float32,), "gate parameters stay in float32")
+        if tuple(dt_bias.shape) not in ((value_heads * head_dim,), (value_heads, head_dim)):
+            raise UnsupportedProblemError(
+                f"dt_bias has shape {_shape(dt_bias)}; expected [HV * K] = "
+                f"[{value_heads * head_dim}] or [HV, K] = [{value_heads}, {head_dim}]"
+            )
+    check_same_device(v, A_log=A_log, dt_bias=dt_bias)
+
+
+def check_state(name: str, state: torch.Tensor | None, expected: tuple[int, ...], meaning: str, like: torch.Tensor):
+    """Raise unless an optional recurrent state is fp32, of the expected shape, on the device of ``like``."""
+    if state is None:
+        return
+    check_dtype(name, state, (torch.float32,), "recurrent states stay in float32")
+    check_shape(name, state, expected, meaning)
+    check_same_device(like, **{name: state})
+
+
+def _check_plan_boundaries(plan: Plan, cu_seqlens: torch.Tensor | None) -> None:
+    # A CUDA tensor's content is not compared: that copy to the host is what the plan exists to avoid.
+    if cu_seqlens is None:
+        return
+    if cu_seqlens.numel() != plan.num_documents + 1:
+        raise PlanMismatchError(
+            f"cu_seqlens has {cu_seqlens.numel()} entries; the plan was made for {plan.num_documents} documents"
+        )
+    if cu_seqlens.device.type == "cpu" and tuple(boundaries_of(cu_seqlens)) != plan.boundaries:
+        raise PlanMismatchError("cu_seqlens differs from the boundaries that the plan was made for; make a new plan")
+
+
+def plan_for(q: torch.Tensor, v: torch.Tensor, cu_seqlens, cu_seqlens_cpu, plan: Plan | None) -> Plan:
+    """Return the given plan if it fits the inputs, else the plan of cu_seqlens, else of a batch of equal lengths.
+
+    Raises PlanMismatchError when plan and inputs disagree.
+    """
+    batch, tokens, heads, head_dim = q.shape
+    value_heads = v.shape[2]
+    if (cu_seqlens is not None or plan is not None) and batch != 1:
+        raise UnsupportedProblemError(
+            f"B = {batch} with cu_seqlens or a plan; a pack has B = 1: join the batch along T"
+        )
+    if plan is not None:
+        _check_plan_boundaries(plan, cu_seqlens)
+        given = (tokens, heads, value_heads, head_dim, q.device)
+        planned = (plan.num_tokens, plan.num_heads, plan.num_value_heads, plan.head_dim, plan.device)
+        if given != planned:
+            raise PlanMismatchError(f"inputs have (T, H, HV, K, device) = {given}; the plan was made for {planned}")
+        return plan
+    if cu_seqlens is None:
+        boundaries = [tokens * index for index in range(batch + 1)]
+    else:
+        boundaries = boundaries_of(cu_seqlens, cu_seqlens_cpu)
+        check_boundaries(boundaries, tokens)
+    return plan_of_boundaries(boundaries, heads, value_heads, head_dim, q.device)

@@ -1,0 +1,104 @@
+"""The only place that chooses a record, and it says why. Choices depend on shapes and device, never on timing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+from .. import config
+from ..arch import get_arch
+from ..catalog import registry
+from ..errors import UnsupportedProblemError
+from ..programs.transfer_walk import PRECISION_MODES
+from ..record import Record
+from .problem import AttentionProblem, ConvProblem
+
+
+@dataclass(frozen=True)
+class Selection:
+    """A chosen record and the reason, in one line."""
+
+    record: Record
+    reason: str
+
+
+def _families(arch: str, family: str | None) -> tuple[str, ...]:
+    available = get_arch(arch).families
+    if family is None:
+        return available
+    if family not in available:
+        raise UnsupportedProblemError(f"family {family!r} cannot run on {arch}; it has {', '.join(available)}")
+    return (family,)
+
+
+@cache
+def _find_record(program: str, variant: str, family: str) -> Record | None:
+    for record in registry().records():
+        if (record.program, record.variant, record.family) == (program, variant, family):
+            return record
+    return None
+
+
+@cache
+def _select(program: str, variant: str, arch: str, family: str | None, why: str) -> Selection:
+    families = _families(arch, family)
+    for candidate in families:
+        record = _find_record(program, variant, candidate)
+        if record is not None and record.shipped and arch in record.archs:
+            chosen = "forced" if family else f"the best family of {arch} that has it"
+            return Selection(record, f"{why}; {candidate} is {chosen}")
+    raise UnsupportedProblemError(
+        f"no shipped record of {program} solves {variant} on {arch} (families {', '.join(families)}); "
+        f"there are: {_offers(program)}"
+    )
+
+
+def _offers(program: str) -> str:
+    return ", ".join(record.name for record in registry().shipped() if record.program == program) or "none"
+
+
+def select_attention(program: str, problem: AttentionProblem, family: str | None) -> Selection:
+    """Return the record of a chunk program for a problem; raises UnsupportedProblemError with what there is."""
+    variant = f"{problem.dtype}_k{problem.head_dim}"
+    return _select(program, variant, problem.arch, family, f"{problem.dtype}, K = V = {problem.head_dim}")
+
+
+def select_conv(program: str, problem: ConvProblem, family: str | None) -> Selection:
+    """Return the record of a convolution program; raises UnsupportedProblemError with what there is."""
+    return _select(program, problem.dtype, problem.arch, family, f"x is {problem.dtype}")
+
+
+def resolve_walk(variant: str | None, precision_mode: int) -> str:
+    """Return the transfer walk's variant from the two knobs.
+
+    ``precision_mode`` 1 or 2 implies tf32_hilo when no walk is named, by argument or environment, and is refused beside
+    a bf16x3 walk.
+    """
+    if precision_mode not in range(len(PRECISION_MODES)):
+        raise UnsupportedProblemError(f"precision_mode={precision_mode!r}; use 0, 1 (three_mma) or 2 (plain_tf32)")
+    if variant is None and precision_mode and not config.is_set("TRANSFER_WALK"):
+        variant = "tf32_hilo"
+    walk = config.resolve("TRANSFER_WALK", variant)
+    if walk not in config.TRANSFER_WALKS:
+        raise UnsupportedProblemError(f"transfer walk {walk!r}; use one of {', '.join(config.TRANSFER_WALKS)}")
+    if precision_mode and walk != "tf32_hilo":
+        raise UnsupportedProblemError(
+            f"precision_mode={precision_mode} belongs to tf32_hilo, not to {walk!r}; leave one of the two out"
+        )
+    return PRECISION_MODES[precision_mode] if walk == "tf32_hilo" else walk
+
+
+def select_walk(arch: str, variant: str | None, precision_mode: int, family: str | None = None) -> Selection:
+    """Return the transfer walk's record: the shipped default, or the one that an argument or the environment names."""
+    walk = resolve_walk(variant, precision_mode)
+    if variant is not None or precision_mode:
+        source = "argument"
+    else:
+        source = "environment" if config.is_set("TRANSFER_WALK") else "default"
+    for candidate in _families(arch, family):
+        record = _find_record("transfer_walk", walk, candidate)
+        if record is not None and arch in record.archs:
+            return Selection(record, f"{walk} by {source}")
+    raise UnsupportedProblemError(
+        f"no record of transfer_walk {walk} for {arch}; there are: {_offers('transfer_walk')}"
+    )

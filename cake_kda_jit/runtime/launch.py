@@ -1,0 +1,70 @@
+"""Launch a selected record on tensors' device and keep account of what ran."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import ColdCallInCapture
+from ..record import Record
+from .device import arch_of_device, current_stream, is_capturing
+from .load import get_kernel, is_loaded
+
+
+@dataclass(frozen=True)
+class LaunchRecord:
+    """One launch of the last call: what ran, why it was chosen, and where its library came from.
+
+    ``grid`` is what the library's entry computed; ``origin`` is built, cache or prebuilt.
+    """
+
+    program: str
+    variant: str
+    family: str
+    arch: str
+    grid: tuple[int, int, int]
+    reason: str
+    origin: str
+
+
+_last_call: list[LaunchRecord] = []
+
+
+def begin_call() -> None:
+    """Start a new account: the launches that follow belong to one public operation, forward or backward."""
+    global _last_call
+    _last_call = []
+
+
+def last_launches() -> list[LaunchRecord]:
+    """Return what the last operation launched, in order; a backward is an operation of its own."""
+    return list(_last_call)
+
+
+def launch(record: Record, reason: str, values: Mapping[str, object], device: torch.device) -> None:
+    """Launch a record on a device's current stream.
+
+    ``values`` has one entry per field of the record's entry, tensors as ``data_ptr()`` and None for null;
+    ``num_threads`` of the cpu family is filled in here. Raises ColdCallInCapture for a kernel first used inside CUDA
+    graph capture, where nothing may be compiled.
+    """
+    arch = arch_of_device(device)
+    if is_capturing(device) and not is_loaded(record, arch):
+        raise ColdCallInCapture(
+            f"{record.symbol} was first called inside CUDA graph capture; run the same call once "
+            "before the capture to warm it up"
+        )
+    kernel = get_kernel(record, arch)
+    if record.family == "cpu":
+        values = {**values, "num_threads": torch.get_num_threads()}
+        block = kernel.launch(values)
+    else:
+        with torch.cuda.device(device):
+            block = kernel.launch(values, current_stream(device))
+    # The grid is asked for now: an entry may read the arguments' tables, which live no longer than this call.
+    grid = kernel.grid(block)
+    _last_call.append(
+        LaunchRecord(record.program, record.variant, record.family, arch.name, grid, reason, kernel.origin)
+    )

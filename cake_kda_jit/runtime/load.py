@@ -1,0 +1,120 @@
+"""Load a verified library and call it: the only place where foreign code enters the process."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Mapping
+
+from ..arch import Arch
+from ..compiler.build import Artifact, build
+from ..compiler.cache import verify_artifact
+from ..errors import AbiMismatch, LoadError, UnsupportedProblemError
+from ..record import Record
+
+_BAD_ARGUMENT = 1  # Status::kBadArgument of templates/host/args.jinja
+
+
+class Kernel:
+    """A loaded library: its record, its artifact and its entry functions.
+
+    Errors: ``launch`` and ``grid`` raise UnsupportedProblemError with the library's own message for a bad argument,
+    ``launch`` LoadError when the device refused the launch.
+    """
+
+    def __init__(self, artifact: Artifact) -> None:
+        self.artifact = artifact
+        self.record = artifact.record
+        self._entry = artifact.record.entry
+        self._library = _open(artifact)
+        symbol = self.record.symbol
+        self._launch = self._function(symbol, ctypes.c_int, (ctypes.c_char_p, ctypes.c_void_p))
+        self._grid = self._function(symbol + "__grid", ctypes.c_int, (ctypes.c_char_p, ctypes.POINTER(ctypes.c_int64)))
+        self._error = self._function(symbol + "__error", ctypes.c_char_p, ())
+        abi = self._function(symbol + "__abi", ctypes.c_uint64, ())()
+        if abi != self._entry.abi:
+            raise AbiMismatch(
+                f"{artifact.library} has argument layout {abi:016x}; {self.record.name} has "
+                f"{self._entry.abi:016x}; remove the entry or rebuild it"
+            )
+
+    @property
+    def arch(self) -> str:
+        """Name of the target."""
+        return self.artifact.arch
+
+    @property
+    def origin(self) -> str:
+        """Where the library came from in this process: built, cache or prebuilt."""
+        return self.artifact.origin
+
+    def launch(self, values: Mapping[str, object], stream: int = 0) -> bytes:
+        """Launch with one value per field of the record's entry; returns the packed argument block."""
+        block = self._entry.pack(values)
+        status = self._launch(block, stream)
+        if status:
+            self._raise(status)
+        return block
+
+    def grid(self, block: bytes) -> tuple[int, int, int]:
+        """Return the grid that the entry computes for a packed argument block."""
+        size = (ctypes.c_int64 * 3)()
+        status = self._grid(block, size)
+        if status:
+            self._raise(status)
+        return tuple(size)
+
+    def _function(self, name: str, result: type, arguments: tuple[type, ...]):
+        function = getattr(self._library, name)
+        function.restype = result
+        function.argtypes = arguments
+        return function
+
+    def _raise(self, status: int) -> None:
+        message = f"{self.record.symbol}: {self._error().decode()}"
+        raise (UnsupportedProblemError if status == _BAD_ARGUMENT else LoadError)(message)
+
+
+def _open(artifact: Artifact) -> ctypes.CDLL:
+    # A truncated library kills the process with SIGBUS inside dlopen: its size and digest come first.
+    verify_artifact(artifact)
+    try:
+        return ctypes.CDLL(str(artifact.library), mode=ctypes.RTLD_LOCAL)
+    except OSError as error:
+        raise LoadError(f"{artifact.library} could not be loaded: {error}") from error
+
+
+_kernels: dict[tuple[int, str], Kernel] = {}
+_lock = threading.Lock()
+
+
+def load(artifact: Artifact) -> Kernel:
+    """Load an artifact after verifying its size and digest; raises LoadError or AbiMismatch."""
+    return Kernel(artifact)
+
+
+def get_kernel(record: Record, arch: Arch) -> Kernel:
+    """Return the loaded kernel of a record, compiled first if no cache holds it.
+
+    Errors: BuildError and LoadError of the stage that failed.
+    """
+    # Keyed by identity, because hashing a record's whole entry costs more than a launch; the kernel keeps the
+    # record alive, so an identity is never reused.
+    key = (id(record), arch.name)
+    kernel = _kernels.get(key)
+    if kernel is not None:
+        return kernel
+    with _lock:
+        if key not in _kernels:
+            _kernels[key] = load(build(record, arch))
+        return _kernels[key]
+
+
+def is_loaded(record: Record, arch: Arch) -> bool:
+    """Whether the record's kernel is loaded in this process."""
+    return (id(record), arch.name) in _kernels
+
+
+def loaded_kernels() -> list[Kernel]:
+    """Return the kernels loaded in this process, in the order of loading."""
+    return list(_kernels.values())

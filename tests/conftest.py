@@ -1,0 +1,31 @@
+"""Shared fixtures: one cache for the whole run, poisoned memory, and the visible skip of tests that need a GPU."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("CAKE_KDA_JIT_CACHE_DIR", str(Path(__file__).parent / ".cache"))
+
+
+def pytest_collection_modifyitems(items):
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture
+def nan_poison():
+    """Fill memory that torch hands out uninitialised with NaN, so that an element never written is seen."""
+    import torch
+
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -1,0 +1,59 @@
+"""The torch.library operators: schema, fakes, autograd registration, and tracing, by opcheck."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cake_kda_jit import causal_conv1d, chunk_kda, make_plan, transfer_walk
+from tests.ops.problems import make_problem
+
+assert chunk_kda and causal_conv1d and transfer_walk  # importing them registers the operators
+
+
+@pytest.mark.parametrize("keep_states", [True, False])
+@pytest.mark.parametrize("optional", [True, False])
+def test_attention_forward(optional, keep_states):
+    problem = make_problem((40, 0, 25))
+    plan = make_plan(problem.cu_seqlens, num_heads=2, head_dim=64, device="cpu")
+    inputs = [tensor[0].requires_grad_() for tensor in problem.inputs.values()]
+    extra = [
+        problem.keywords[name].requires_grad_() if optional else None for name in ("A_log", "dt_bias", "initial_state")
+    ]
+    if optional:
+        extra[1] = extra[1].detach().view(2, 64).requires_grad_()
+    form = ("bounded", "sigmoid") if optional else ("ready", "ready")
+    if not optional:
+        inputs[3] = (-inputs[3].detach().float().abs()).requires_grad_()
+    arguments = (
+        *inputs,
+        *extra,
+        plan.cu_seqlens,
+        plan.chunk_offsets,
+        plan.num_chunks,
+        0.125,
+        -5.0,
+        True,
+        *form,
+        None,
+        optional,
+        keep_states,
+    )
+    torch.library.opcheck(torch.ops.cake_kda_jit.chunk_kda_forward, arguments)
+
+
+@pytest.mark.parametrize("with_state", [True, False])
+def test_conv_forward(with_state):
+    x = torch.randn(20, 8, requires_grad=True)
+    weight = torch.randn(8, 4, requires_grad=True)
+    bias, state = (
+        (torch.randn(8, requires_grad=True), torch.randn(2, 8, 3, requires_grad=True)) if with_state else (None, None)
+    )
+    arguments = (x, weight, bias, state, torch.tensor([0, 12, 20]), True, with_state)
+    torch.library.opcheck(torch.ops.cake_kda_jit.causal_conv1d_forward, arguments)
+
+
+def test_transfer_walk():
+    M, B = torch.randn(3, 1, 64, 64) / 64, torch.randn(3, 1, 64, 64)
+    arguments = (M, B, torch.randn(2, 1, 64, 64), torch.tensor([0, 1, 3]), None, 0, False)
+    torch.library.opcheck(torch.ops.cake_kda_jit.transfer_walk, arguments)

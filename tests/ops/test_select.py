@@ -1,0 +1,58 @@
+"""Selection: the one place that chooses, its reasons and its refusals. No torch needed."""
+
+from __future__ import annotations
+
+import pytest
+
+from cake_kda_jit.errors import UnsupportedProblemError
+from cake_kda_jit.ops.problem import AttentionProblem
+from cake_kda_jit.ops.select import select_attention, select_walk
+
+
+def test_reason_and_record():
+    chosen = select_attention("chunk_forward", AttentionProblem("x86_64_v3", "bf16", 2, 4, 128), None)
+    assert chosen.record.name == "cpu/chunk_forward__bf16_k128"
+    assert chosen.reason == "bf16, K = V = 128; cpu is the best family of x86_64_v3 that has it"
+
+
+def test_what_no_record_solves_is_refused_with_what_there_is():
+    with pytest.raises(UnsupportedProblemError, match="cpu/chunk_forward__bf16_k64"):
+        select_attention("chunk_forward", AttentionProblem("sm_90a", "bf16", 2, 4, 128), None)
+
+
+def test_a_forced_family_that_cannot_run_raises():
+    with pytest.raises(UnsupportedProblemError, match="family 'sm90' cannot run on x86_64_v3; it has cpu"):
+        select_attention("chunk_forward", AttentionProblem("x86_64_v3", "bf16", 2, 4, 128), "sm90")
+
+
+@pytest.mark.parametrize(
+    "environment, variant, mode, expected, source",
+    [
+        (None, None, 0, "bf16x3_hw64", "default"),
+        ("bf16x3", None, 0, "bf16x3", "environment"),
+        ("bf16x3", "tf32_hilo", 0, "tf32_hilo", "argument"),
+        (None, None, 1, "tf32_hilo_three_mma", "argument"),
+        (None, "tf32_hilo", 2, "tf32_hilo_plain_tf32", "argument"),
+    ],
+)
+def test_walk_knob_order(monkeypatch, environment, variant, mode, expected, source):
+    if environment:
+        monkeypatch.setenv("CAKE_KDA_JIT_TRANSFER_WALK", environment)
+    chosen = select_walk("x86_64_v3", variant, mode)
+    assert chosen.record.variant == expected
+    assert chosen.reason == f"{expected} by {source}"
+
+
+@pytest.mark.parametrize("environment, variant", [("bf16x3", None), (None, "bf16x3_hw64")])
+def test_precision_mode_beside_a_bf16_walk_is_refused_naming_both(monkeypatch, environment, variant):
+    if environment:
+        monkeypatch.setenv("CAKE_KDA_JIT_TRANSFER_WALK", environment)
+    with pytest.raises(ValueError, match="precision_mode=1 belongs to tf32_hilo, not to 'bf16x3"):
+        select_walk("x86_64_v3", variant, 1)
+
+
+def test_unknown_walks_and_modes_are_refused():
+    with pytest.raises(UnsupportedProblemError, match="use one of bf16x3_hw64, bf16x3, tf32_hilo"):
+        select_walk("x86_64_v3", "bf16x9", 0)
+    with pytest.raises(UnsupportedProblemError, match="use 0, 1"):
+        select_walk("x86_64_v3", None, 3)
