@@ -1,0 +1,1 @@
+"""From source text to a verified library: keys, cache, toolchain, build protocol."""

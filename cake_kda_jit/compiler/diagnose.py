@@ -1,0 +1,127 @@
+"""Read a compiler's log: which error a failure is, and what registers and memory a kernel uses."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from ..arch import Arch
+from ..errors import (
+    BuildError,
+    CompileError,
+    CompilerOutOfMemory,
+    CompileTimeout,
+    DiskFull,
+    HostCompilerUnsupported,
+    SpillLimitExceeded,
+    UnsupportedArch,
+)
+from ..record import Record
+
+_ERROR_LINE = re.compile(
+    r"error\s*:|\berror\b.*#\d|nvcc fatal|ptxas fatal|undefined (reference|symbol)|multiple definition|cannot find -l"
+    r"|cannot find |: not found|died due to signal|Killed|No space left",
+)  # fmt: skip
+_NOISE = re.compile(r"^(FAILED:|ninja: |\[\d+/\d+\])|collect2: error|ld returned \d+ exit status")
+_KILLED = re.compile(r"Killed signal|signal 9\b|\bKilled\b|code=137\]|out of memory|memory exhausted|bad_alloc", re.I)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a failed build can be inspected: its log and the line that repeats it."""
+
+    log: str
+    reproduction: str
+
+
+def first_error(log: str) -> str | None:
+    """Return the compiler's own first error line, or the last line it printed."""
+    lines = [line.strip() for line in log.splitlines() if line.strip() and not _NOISE.search(line)]
+    for line in lines:
+        if _ERROR_LINE.search(line):
+            return line
+    return lines[-1] if lines else None
+
+
+def failure(record: Record, arch: Arch, status: int | None, log: str, place: Place, seconds: float) -> BuildError:
+    """Return the typed error of a compiler that did not succeed."""
+    what = f"{record.name} for {arch.name}"
+    parts = {"log": place.log, "reproduction": place.reproduction, "first_error": first_error(log)}
+    if status is None:
+        return CompileTimeout(
+            f"compiling {what} took longer than {seconds:.0f} s and was stopped",
+            hint="set CAKE_KDA_JIT_COMPILE_TIMEOUT to more seconds",
+            **parts,
+        )
+    if "No space left on device" in log:
+        return DiskFull(
+            f"the disk is full: compiling {what} failed",
+            hint="free space, or set CAKE_KDA_JIT_CACHE_DIR to another file system",
+            **parts,
+        )
+    if _KILLED.search(log):
+        return CompilerOutOfMemory(
+            f"the compiler of {what} was killed, most likely for memory",
+            hint="set CAKE_KDA_JIT_JOBS=1, or give this process more memory",
+            **parts,
+        )
+    if "unsupported GNU version" in log or "unsupported clang version" in log:
+        return HostCompilerUnsupported(
+            f"nvcc refuses the host compiler for {what}",
+            hint="set CAKE_KDA_JIT_CXX to a version that the first error names",
+            **parts,
+        )
+    if re.search(r"[Uu]nsupported gpu architecture|not defined for option 'gpu-(architecture|name)'", log):
+        return UnsupportedArch(
+            f"this nvcc does not know {arch.name}", hint="set CAKE_KDA_JIT_NVCC to a newer one", **parts
+        )
+    return CompileError(
+        f"compiling {what} failed", hint="the log holds all messages; repeat the command to debug it", **parts
+    )
+
+
+_FUNCTION = re.compile(r"Compiling entry function '([^']+)'")
+_SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+_USED = re.compile(r"Used (\d+) registers")
+_MEMORY = re.compile(r"(\d+) bytes (smem|cmem\[\d+\])")
+
+
+def resources(log: str) -> list[dict[str, Any]]:
+    """Return what ``ptxas -v`` says of each kernel: registers, spills, stack, shared and constant bytes."""
+    kernels: list[dict[str, Any]] = []
+    for line in log.splitlines():
+        if match := _FUNCTION.search(line):
+            kernels.append({"function": match.group(1), "registers": 0, "stack_bytes": 0, "spill_store_bytes": 0,
+                            "spill_load_bytes": 0, "shared_bytes": 0, "constant_bytes": 0})  # fmt: skip
+        elif kernels and (match := _SPILLS.search(line)):
+            names = ("stack_bytes", "spill_store_bytes", "spill_load_bytes")
+            kernels[-1].update(zip(names, map(int, match.groups())))
+        elif kernels and (match := _USED.search(line)):
+            kernels[-1]["registers"] = int(match.group(1))
+            for size, kind in _MEMORY.findall(line):
+                kernels[-1]["shared_bytes" if kind == "smem" else "constant_bytes"] += int(size)
+    return kernels
+
+
+def check_limits(record: Record, arch: Arch, kernels: list[dict[str, Any]], place: Place) -> None:
+    """Raise SpillLimitExceeded when a kernel uses more than its record allows."""
+    limits = record.limits
+    for kernel in kernels:
+        spilled = kernel["spill_store_bytes"] + kernel["spill_load_bytes"]
+        if limits.max_spill_bytes is not None and spilled > limits.max_spill_bytes:
+            raise SpillLimitExceeded(
+                f"{record.name} for {arch.name}: {kernel['function']} spills {kernel['spill_store_bytes']} bytes of "
+                f"stores and {kernel['spill_load_bytes']} of loads; the record allows {limits.max_spill_bytes} in all",
+                hint="another nvcc may allocate otherwise; the record's limits stand in its program module",
+                log=place.log,
+                reproduction=place.reproduction,
+            )
+        if limits.max_registers is not None and kernel["registers"] > limits.max_registers:
+            raise SpillLimitExceeded(
+                f"{record.name} for {arch.name}: {kernel['function']} uses {kernel['registers']} registers; the record "
+                f"allows {limits.max_registers}",
+                hint="another nvcc may allocate otherwise; the record's limits stand in its program module",
+                log=place.log,
+                reproduction=place.reproduction,
+            )

@@ -1,0 +1,138 @@
+"""One builder per build key: a file lock with a sidecar that tells who holds it.
+
+The lock only spares work. What keeps a cache right is the rename of a whole entry, so where the file system cannot
+lock, building goes on without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from .. import config
+from ..errors import LockTimeout
+from .memo import write_atomically
+from .progress import say
+from .roots import VERSION_DIR
+
+HEARTBEAT_SECONDS = 1.0
+PATIENCE_SECONDS = 5.0
+POLL_SECONDS = 0.05
+
+
+@contextlib.contextmanager
+def build_lock(root: Path, name: str) -> Iterator[None]:
+    """Hold the lock of one entry, waiting for its holder as long as that one is alive.
+
+    Raises LockTimeout when ``CAKE_KDA_JIT_LOCK_TIMEOUT`` seconds pass without a heartbeat of the holder.
+    """
+    directory = root / VERSION_DIR / ".locks"
+    directory.mkdir(parents=True, exist_ok=True)
+    holder = directory / f"{name}.holder"
+    lock = _acquire(directory / f"{name}.lock", holder, name)
+    if lock is None:
+        yield
+        return
+    try:
+        left_behind = _read_holder(holder)
+        if left_behind is not None:
+            say(f"{name}: took over from {_shown(left_behind)}, which ended without finishing")
+        with _heartbeat(holder):
+            yield
+    finally:
+        with contextlib.suppress(OSError):
+            holder.unlink()
+        lock.release()
+
+
+def _acquire(path: Path, holder: Path, name: str):
+    """Return the lock once it is held, or None where the file system cannot lock."""
+    from filelock import FileLock, Timeout  # loaded only when something must be built
+
+    limit = config.read("LOCK_TIMEOUT")
+    began = last_sign = time.monotonic()
+    heartbeat: Any = None
+    told = reopened = False
+    lock = FileLock(str(path), thread_local=False)
+    while True:
+        try:
+            lock.acquire(timeout=0)
+            return lock
+        except Timeout:
+            pass
+        except (OSError, NotImplementedError) as error:
+            if reopened:
+                _warn_lock_free(path, error)
+                return None
+            reopened, lock = True, FileLock(str(path), thread_local=False)
+            continue
+        now, known = time.monotonic(), _read_holder(holder)
+        if known is not None and known["heartbeat"] != heartbeat:
+            heartbeat, last_sign = known["heartbeat"], now
+        if now - last_sign > limit:
+            raise _lock_timeout(name, path, known, now - last_sign)
+        if not told and now - began > PATIENCE_SECONDS:
+            told = True
+            say(f"{name}: waiting for {_shown(known)}")
+        time.sleep(POLL_SECONDS)
+
+
+def _lock_timeout(name: str, path: Path, known: dict[str, Any] | None, silent: float) -> LockTimeout:
+    return LockTimeout(
+        f"{name}: the build lock is held by {_shown(known)}, without a sign of life for {silent:.0f} s",
+        hint=f"end that process, or set CAKE_KDA_JIT_LOCK_TIMEOUT; the lock is {path}",
+    )
+
+
+def _warn_lock_free(path: Path, error: Exception) -> None:
+    warnings.warn(
+        f"{path.parent} cannot be locked ({error}); building without locks, so processes may compile one kernel twice",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+@contextlib.contextmanager
+def _heartbeat(holder: Path) -> Iterator[None]:
+    """Write the sidecar now and each second until the block ends."""
+    facts = {"pid": os.getpid(), "host": socket.gethostname(), "start": time.time()}
+    ended = threading.Event()
+
+    def beat() -> None:
+        count = 0
+        while True:
+            with contextlib.suppress(OSError):
+                write_atomically(holder, json.dumps({**facts, "heartbeat": count}))
+            count += 1
+            if ended.wait(HEARTBEAT_SECONDS):
+                return
+
+    thread = threading.Thread(target=beat, name="cake_kda_jit heartbeat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _read_holder(holder: Path) -> dict[str, Any] | None:
+    try:
+        known = json.loads(holder.read_bytes())
+        return known if {"pid", "host", "start", "heartbeat"} <= known.keys() else None
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def _shown(known: dict[str, Any] | None) -> str:
+    if known is None:
+        return "another process"
+    return f"process {known['pid']} on {known['host']}, building since {time.time() - known['start']:.0f} s ago"

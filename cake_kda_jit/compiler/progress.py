@@ -1,0 +1,59 @@
+"""What a user sees while kernels are looked up and built: lines on standard error."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+from .. import config
+
+_lock = threading.Lock()
+_open_line: str | None = None  # a line that waits for its end, while nothing else was printed
+
+
+def is_visible(*, verbose: bool = False) -> bool:
+    """Whether a line is printed: on a terminal or with CAKE_KDA_JIT_VERBOSE=1; ``verbose`` ones only with that."""
+    return config.read("VERBOSE") or (not verbose and sys.stderr is not None and sys.stderr.isatty())
+
+
+def say(line: str, *, verbose: bool = False) -> None:
+    """Print one line of progress if anybody watches."""
+    if is_visible(verbose=verbose):
+        with _lock:
+            _end_open_line()
+            print(line, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def step(what: str) -> Iterator[None]:
+    """Show ``what ...`` at the begin and the seconds taken at the end, on one line unless others printed meanwhile."""
+    global _open_line
+    began = time.monotonic()
+    visible = is_visible()
+    if visible:
+        with _lock:
+            _end_open_line()
+            print(f"{what} ...", end="", file=sys.stderr, flush=True)
+            _open_line = what
+    outcome = "failed after "
+    try:
+        yield
+        outcome = ""
+    finally:
+        if visible:
+            with _lock:
+                begin = "" if _open_line == what else f"{what} ..."
+                if begin:
+                    _end_open_line()
+                print(f"{begin} {outcome}{time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
+                _open_line = None
+
+
+def _end_open_line() -> None:
+    global _open_line
+    if _open_line is not None:
+        print(file=sys.stderr)
+        _open_line = None
