@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from cake_kda_jit.reference import recurrent_kda
+from ..reference import recurrent_kda
 
 NAMES = ("q", "k", "v", "g", "beta")
 REGIMES = ("bounded", "softplus", "weak", "correlated")
@@ -48,6 +48,15 @@ class Problem:
     inputs: dict[str, torch.Tensor]
     keywords: dict[str, object] = field(default_factory=dict)
     cu_seqlens: torch.Tensor | None = None
+
+    def to(self, device: torch.device | str) -> Problem:
+        """Return the problem with every tensor on a device."""
+
+        def moved(value):
+            return value.to(device) if isinstance(value, torch.Tensor) else value
+
+        inputs = {name: moved(tensor) for name, tensor in self.inputs.items()}
+        return Problem(inputs, {name: moved(value) for name, value in self.keywords.items()}, moved(self.cu_seqlens))
 
     def leaves(self) -> dict[str, torch.Tensor]:
         """Every tensor that can require a gradient."""
@@ -117,7 +126,7 @@ def run(function, problem: Problem, dtype: torch.dtype | None = None, **extra) -
     generator = torch.Generator().manual_seed(99)
     do = torch.randn(o.shape, generator=generator).to(problem.inputs["q"].dtype)
     dfinal_state = torch.randn(final_state.shape, generator=generator)
-    torch.autograd.backward([o, final_state], [do.to(o.dtype), dfinal_state.to(final_state.dtype)])
+    torch.autograd.backward([o, final_state], [do.to(o), dfinal_state.to(final_state)])
     found = {"o": o.detach(), "final_state": final_state.detach()}
     return found | {"d" + name: leaf.grad for name, leaf in leaves.items()}
 

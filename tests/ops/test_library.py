@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cake_kda_jit import causal_conv1d, chunk_kda, make_plan, transfer_walk
-from tests.ops.problems import make_problem
+from cake_kda_jit.bench.problems import make_problem
 
 assert chunk_kda and causal_conv1d and transfer_walk  # importing them registers the operators
 

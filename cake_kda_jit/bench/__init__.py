@@ -1,0 +1,1 @@
+"""Measurements: random problems with FP64 references, precision tables, timings."""

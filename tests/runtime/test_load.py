@@ -1,0 +1,91 @@
+"""Loading and the C ABI: verified first, refused by the library's own entry, accounted for."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import subprocess
+import sys
+import time
+
+import pytest
+
+from cake_kda_jit import UnsupportedProblemError, build, load
+from cake_kda_jit.arch import host_arch
+from cake_kda_jit.catalog import registry
+from cake_kda_jit.errors import AbiMismatch
+from cake_kda_jit.record import Entry, Field
+from cake_kda_jit.runtime.load import get_kernel
+
+
+def zeros(record) -> dict[str, object]:
+    return {f.name: (0,) * f.count if f.is_array else 0 for f in record.entry.fields}
+
+
+# One shipped cpu record of each program: the entries differ by program only.
+ONE_OF_EACH = {r.program: r for r in reversed(registry().shipped()) if r.family == "cpu" and "k128" not in r.variant}
+
+
+@pytest.mark.parametrize("record", ONE_OF_EACH.values(), ids=ONE_OF_EACH)
+def test_every_entry_refuses_an_empty_argument_block(record):
+    """Null pointers and sizes of 0: a code and a message, never a crash."""
+    with pytest.raises(UnsupportedProblemError, match=f"{record.symbol}: .+"):
+        get_kernel(record, host_arch()).launch(zeros(record))
+
+
+def test_num_heads_0_is_refused_through_the_c_abi():
+    """Called as any program would call it: the block's bytes, the entry, then the message."""
+    record = registry().get("transfer_walk", "bf16x3_hw64", "cpu")
+    library = ctypes.CDLL(str(build(record, host_arch()).library))
+    values = zeros(record) | {"num_chains": 1, "head_dim": 128, "num_threads": 1, "num_value_heads": 0}
+    block = record.entry.pack(values)
+    status = library.transfer_walk__bf16x3_hw64(ctypes.c_char_p(block), None)
+    error = library.transfer_walk__bf16x3_hw64__error
+    error.restype = ctypes.c_char_p
+    assert status == 1
+    assert b"num_value_heads is 0" in error()
+
+
+def test_another_argument_layout_is_refused():
+    record = registry().get("transfer_walk", "bf16x3_hw64", "cpu")
+    artifact = build(record, host_arch())
+    other = dataclasses.replace(record, entry=Entry((*record.entry.fields, Field("more", "i32"))))
+    with pytest.raises(AbiMismatch, match="remove the entry or rebuild it"):
+        load(dataclasses.replace(artifact, record=other))
+
+
+def test_a_second_process_compiles_nothing_and_loads_fast():
+    """Looked up, verified and loaded in under 100 ms once torch is imported, without jinja2, ninja or filelock."""
+    record = registry().get("transfer_walk", "bf16x3_hw64", "cpu")
+    build(record, host_arch())
+    code = (
+        "import sys, time, torch\n"
+        "from cake_kda_jit.runtime.load import get_kernel\n"
+        "from cake_kda_jit.catalog import registry\n"
+        "from cake_kda_jit.arch import host_arch\n"
+        "began = time.perf_counter()\n"
+        "record = registry().get('transfer_walk', 'bf16x3_hw64', 'cpu')\n"
+        "kernel = get_kernel(record, host_arch())\n"
+        "print(time.perf_counter() - began, kernel.origin, *({'jinja2', 'ninja', 'filelock'} & set(sys.modules)))\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120)
+    seconds, origin, *heavy = run.stdout.split()
+    assert origin == "cache" and not heavy
+    assert float(seconds) < 0.1
+
+
+def test_a_launch_costs_little():
+    """Packing and calling: 5 us on an idle machine; the bound leaves room for a busy one."""
+    record = registry().get("transfer_walk", "bf16x3_hw64", "cpu")
+    kernel = get_kernel(record, host_arch())
+    values = zeros(record)
+    best = min(_seconds_per_call(kernel, values) for _ in range(5))
+    assert best < 25e-6
+
+
+def _seconds_per_call(kernel, values, calls=200):
+    began = time.perf_counter()
+    for _ in range(calls):
+        block = kernel.record.entry.pack(values)
+        kernel._launch(block, 0)
+    return (time.perf_counter() - began) / calls
