@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..errors import UnsupportedProblemError
+from ..errors import PlanMismatchError, UnsupportedProblemError
 from . import checks
 from .library import NAMESPACE  # importing the module registers the operators
 from .plan import Plan, check_boundaries
@@ -244,9 +244,10 @@ def _conv_boundaries(x: torch.Tensor, cu_seqlens: torch.Tensor | None, plan: Pla
         )
     if plan is not None:
         if (plan.num_tokens, plan.device) != (tokens, x.device):
-            raise UnsupportedProblemError(
+            raise PlanMismatchError(
                 f"x has {tokens} tokens on {x.device}; the plan was made for {plan.num_tokens} on {plan.device}"
             )
+        checks.check_plan_boundaries(plan, cu_seqlens)
         return plan.cu_seqlens, plan.num_documents
     if cu_seqlens is None:
         return torch.arange(batch + 1, device=x.device) * tokens, batch

@@ -116,7 +116,8 @@ def check_state(name: str, state: torch.Tensor | None, expected: tuple[int, ...]
     check_same_device(like, **{name: state})
 
 
-def _check_plan_boundaries(plan: Plan, cu_seqlens: torch.Tensor | None) -> None:
+def check_plan_boundaries(plan: Plan, cu_seqlens: torch.Tensor | None) -> None:
+    """Raise PlanMismatchError when the boundaries given beside a plan are not the plan's."""
     # A CUDA tensor's content is not compared: that copy to the host is what the plan exists to avoid.
     if cu_seqlens is None:
         return
@@ -140,7 +141,7 @@ def plan_for(q: torch.Tensor, v: torch.Tensor, cu_seqlens, cu_seqlens_cpu, plan:
             f"B = {batch} with cu_seqlens or a plan; a pack has B = 1: join the batch along T"
         )
     if plan is not None:
-        _check_plan_boundaries(plan, cu_seqlens)
+        check_plan_boundaries(plan, cu_seqlens)
         given = (tokens, heads, value_heads, head_dim, q.device)
         planned = (plan.num_tokens, plan.num_heads, plan.num_value_heads, plan.head_dim, plan.device)
         if given != planned:

@@ -39,4 +39,5 @@ PROGRAM = Program(
     name="chunk_backward",
     summary="gradients of q, k, v, g, beta, A_log, dt_bias and initial_state, one task per (document, key head)",
     records=tuple(cpu_attention_record("chunk_backward", ENTRY, dtype, k) for dtype in DTYPES for k in HEAD_DIMS),
+    bytes_note="bf16, K = V = 128, H = HV, per token-head: 2,306 B read, 1,026 B written",
 )

@@ -1,0 +1,161 @@
+// What both convolution programs share. Included after host/args.jinja, cpu/shared/dtype.hpp and kDtype.
+//
+// A document of L tokens is preceded by W - 1 tokens of initial_state (zeros where that is null). In that extended
+// sequence `ext`, token t stands at t + W - 1, slot j of initial_state at j and slot j of final_state at L + j: a
+// document shorter than W - 1 needs no case of its own.
+#include <algorithm>
+
+namespace {
+
+constexpr int kChannels = 64;  // of one task; fixed, so that bits do not depend on the number of threads
+constexpr int kMaxWidth = 4;
+using Row = float[kChannels];
+
+// Channels [first, first + count) of one task.
+struct Block {
+  int64_t first;
+  int64_t count;
+};
+
+inline int64_t num_blocks(const Args& args) { return (args.num_channels + kChannels - 1) / kChannels; }
+
+inline Block block_of_task(const Args& args, int64_t task) {
+  const int64_t first = task * kChannels;
+  return {first, std::min<int64_t>(kChannels, args.num_channels - first)};
+}
+
+// weight [W][channel] and bias in fp32. Channels past the block's are zero and stored nowhere.
+struct Taps {
+  Row weight[kMaxWidth] = {};
+  Row bias = {};
+
+  void load(const Args& args, const Block& block) {
+    for (int w = 0; w < args.width; ++w) {
+      load_row(weight[w], args.weight, args.weight_dtype, block.first * args.width + w, args.width, block.count);
+    }
+    if (args.bias) load_row(bias, args.bias, args.weight_dtype, block.first, 1, block.count);
+  }
+};
+
+inline void load_tokens(Row& row, const void* tokens, const int64_t strides[2], int64_t t, const Block& block) {
+  load_row(row, tokens, kDtype, t * strides[0] + block.first * strides[1], strides[1], block.count);
+}
+
+inline void store_tokens(void* tokens, int64_t t, const Args& args, const Row& row, const Block& block) {
+  store_row(tokens, kDtype, t * args.num_channels + block.first, 1, row, block.count);
+}
+
+// Slot j of document n in a state [N, D, W - 1]: an offset, and W - 1 as stride.
+inline int64_t state_offset(const Args& args, int64_t n, int slot, const Block& block) {
+  return (n * args.num_channels + block.first) * (args.width - 1) + slot;
+}
+
+inline void load_state(Row& row, const void* state, const Args& args, int64_t n, int slot, const Block& block) {
+  if (state) {
+    load_row(row, state, args.state_dtype, state_offset(args, n, slot, block), args.width - 1, block.count);
+  } else {
+    std::fill_n(row, kChannels, 0.0f);
+  }
+}
+
+inline void store_state(void* state, const Args& args, int64_t n, int slot, const Row& row, const Block& block) {
+  store_row(state, args.state_dtype, state_offset(args, n, slot, block), args.width - 1, row, block.count);
+}
+
+// The last W rows of ext: row e stands at e mod W.
+template <int kWidth>
+struct Window {
+  Row rows[kWidth] = {};
+
+  Row& at(int64_t e) { return rows[e % kWidth]; }
+};
+
+// sum[c] = bias[c] + weight[0][c] ext[t][c] + ... + weight[W - 1][c] ext[t + W - 1][c], in this order.
+template <int kWidth>
+inline void convolve(Row& sum, const Taps& taps, Window<kWidth>& ext, int64_t t) {
+  std::copy_n(taps.bias, kChannels, sum);
+  for (int w = 0; w < kWidth; ++w) {
+    const Row& row = ext.at(t + w);
+    for (int c = 0; c < kChannels; ++c) sum[c] += taps.weight[w][c] * row[c];
+  }
+}
+
+// e^x within 2 units in the last place, in operations that vectorise: 2^n times a polynomial on |r| <= ln(2) / 2. x is
+// clamped to where the result is a normal number; NaN stays NaN.
+inline float exp_clamped(float x) {
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the lowest bits
+  x = x < -87.0f ? -87.0f : x;
+  x = x > 88.0f ? 88.0f : x;
+  const float shifted = x * 1.44269504f + kRound;
+  const float n = shifted - kRound;
+  const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 0.5f;
+  p = p * (r * r) + r + 1.0f;
+  return p * float_of_bits((bits_of_float(shifted) - bits_of_float(kRound) + 127u) << 23);
+}
+
+// silu(x) = x s with s = 1 / (1 + e), e = exp(-x).
+inline void silu(Row& x) {
+  for (int c = 0; c < kChannels; ++c) x[c] = x[c] * (1.0f / (1.0f + exp_clamped(-x[c])));
+}
+
+// dy silu'(x) in place of dy; silu' = s (1 + x (1 - s)), with 1 - s as e s, which does not cancel.
+inline void silu_backward(Row& dy, const Row& x) {
+  for (int c = 0; c < kChannels; ++c) {
+    const float e = exp_clamped(-x[c]);
+    const float s = 1.0f / (1.0f + e);
+    dy[c] *= s * (1.0f + x[c] * (e * s));
+  }
+}
+
+inline Status refuse_null(const char* name) {
+  return fail(kBadArgument, "%s is null; give a tensor", name);
+}
+
+inline Status check_sizes_and_inputs(const Args& args) {
+  if (args.num_channels < 1) {
+    return fail(kBadArgument, "num_channels is %lld; give at least one", static_cast<long long>(args.num_channels));
+  }
+  if (args.num_documents < 0) {
+    return fail(kBadArgument, "num_documents is %lld; give zero or more", static_cast<long long>(args.num_documents));
+  }
+  if (args.width < 2 || args.width > kMaxWidth) {
+    return fail(kBadArgument, "width is %d; the convolution has 2 to %d taps", args.width, kMaxWidth);
+  }
+  if (!is_dtype(args.weight_dtype) || !is_dtype(args.state_dtype)) {
+    return fail(kBadArgument, "weight_dtype is %d and state_dtype %d; give 0 (bf16), 1 (fp16) or 2 (fp32)",
+                args.weight_dtype, args.state_dtype);
+  }
+  if (args.num_threads < 1) return fail(kBadArgument, "num_threads is %d; give at least one", args.num_threads);
+  if (!args.weight) return refuse_null("weight");
+  if (!args.cu_seqlens) return refuse_null("cu_seqlens");
+  const auto* cu_seqlens = static_cast<const int64_t*>(args.cu_seqlens);
+  for (int64_t n = 0; n < args.num_documents; ++n) {
+    const long long start = cu_seqlens[n], end = cu_seqlens[n + 1];
+    if (start < 0 || end < start) {
+      return fail(kBadArgument, "cu_seqlens[%lld..] is %lld, %lld; it starts at 0 and never decreases",
+                  static_cast<long long>(n), start, end);
+    }
+  }
+  return kOk;
+}
+
+// Whether any document has a token: without one, tensors of tokens may be null.
+inline bool has_tokens(const Args& args) {
+  return static_cast<const int64_t*>(args.cu_seqlens)[args.num_documents] > 0;
+}
+
+// Calls worker.template run<W>(task) for the width of the launch.
+template <typename Worker>
+void run_for_width(Worker& worker, int width, int64_t task) {
+  if (width == 2) return worker.template run<2>(task);
+  if (width == 3) return worker.template run<3>(task);
+  worker.template run<4>(task);
+}
+
+}  // namespace
