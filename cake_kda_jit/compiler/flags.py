@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import platform
 import shlex
 
 from .. import config
 from ..arch import Arch
-from ..errors import UnsupportedArch
 from ..record import Record
 from .artifact import library_name
 from .request import Request
-from .toolchain import Toolchain, run_tool
+from .toolchain import Toolchain
 
 DEPFILE = "dependencies.d"
-
-_MACHINES = {"AMD64": "x86_64", "arm64": "aarch64"}
 
 
 def extra_flags() -> tuple[str, ...]:
@@ -87,40 +83,3 @@ def _expand(text: str, tokens: dict[str, str]) -> str:
     for token, path in tokens.items():
         text = text.replace(token, path)
     return text
-
-
-def check_versions(arch: Arch, toolchain: Toolchain) -> None:
-    """Raise UnsupportedArch if the compilers are too old for the target or of another machine; starts no process."""
-    if arch.is_cuda:
-        release = toolchain.nvcc_release
-        if release is not None and release < arch.minimum_nvcc:
-            raise UnsupportedArch(
-                f"nvcc {toolchain.nvcc.identity['version']} ({toolchain.nvcc.path}) does not know {arch.name}",
-                hint=f"nvcc {'.'.join(map(str, arch.minimum_nvcc))} does: set CAKE_KDA_JIT_NVCC or CUDA_HOME",
-            )
-        return
-    machine = _MACHINES.get(platform.machine(), platform.machine())
-    if not arch.name.startswith(machine):
-        raise UnsupportedArch(
-            f"{arch.name} is not a target of this machine, which is {machine}",
-            hint="build it on a machine of that architecture, or use a prebuilt directory",
-        )
-    target = toolchain.host.identity["target"]
-    if target and _MACHINES.get(target.partition("-")[0], target.partition("-")[0]) != machine:
-        raise UnsupportedArch(
-            f"{toolchain.host.path} compiles for {target}, not for {arch.name}",
-            hint="set CAKE_KDA_JIT_CXX to a compiler for this machine",
-        )
-
-
-def check_target(arch: Arch, toolchain: Toolchain) -> None:
-    """Raise UnsupportedArch unless the compilers know the target; the host compiler is asked, before compiling."""
-    check_versions(arch, toolchain)
-    if arch.is_cuda:
-        return
-    status, _, message = run_tool([toolchain.host.path, *arch.cpu_flags, "-fsyntax-only", "-x", "c++", "/dev/null"])
-    if status and "march" in message:
-        raise UnsupportedArch(
-            f"{toolchain.host.path} ({toolchain.host.identity['version']}) does not know {' '.join(arch.cpu_flags)}",
-            hint=f"{arch.name} needs gcc 11 or clang 12; set CAKE_KDA_JIT_CXX",
-        )

@@ -7,6 +7,7 @@ lock, building goes on without.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import socket
@@ -19,6 +20,7 @@ from typing import Any
 
 from .. import config
 from ..errors import LockTimeout
+from . import flock
 from .memo import write_atomically
 from .progress import say
 from .roots import VERSION_DIR
@@ -27,6 +29,14 @@ HEARTBEAT_SECONDS = 1.0
 PATIENCE_SECONDS = 5.0
 POLL_SECONDS = 0.05
 
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+_warned: set[Path] = set()
+
+
+def locks_directory(root: Path) -> Path:
+    """Return where the build locks of a cache stand."""
+    return root / VERSION_DIR / ".locks"
+
 
 @contextlib.contextmanager
 def build_lock(root: Path, name: str) -> Iterator[None]:
@@ -34,70 +44,72 @@ def build_lock(root: Path, name: str) -> Iterator[None]:
 
     Raises LockTimeout when ``CAKE_KDA_JIT_LOCK_TIMEOUT`` seconds pass without a heartbeat of the holder.
     """
-    directory = root / VERSION_DIR / ".locks"
+    directory = locks_directory(root)
     directory.mkdir(parents=True, exist_ok=True)
     holder = directory / f"{name}.holder"
-    lock = _acquire(directory / f"{name}.lock", holder, name)
-    if lock is None:
+    handle = _acquire(directory / f"{name}.lock", holder, name)
+    if handle is None:
         yield
         return
     try:
-        left_behind = _read_holder(holder)
+        left_behind = read_holder(holder)
         if left_behind is not None:
-            say(f"{name}: took over from {_shown(left_behind)}, which ended without finishing")
+            say(f"{name}: took over from {shown(left_behind)}, which ended without finishing", always=True)
         with _heartbeat(holder):
             yield
     finally:
         with contextlib.suppress(OSError):
             holder.unlink()
-        lock.release()
+        flock.release(handle)
 
 
-def _acquire(path: Path, holder: Path, name: str):
-    """Return the lock once it is held, or None where the file system cannot lock."""
-    from filelock import FileLock, Timeout  # loaded only when something must be built
-
+def _acquire(path: Path, holder: Path, name: str) -> int | None:
+    """Return the locked file once it is held, or None where the file system cannot lock."""
     limit = config.read("LOCK_TIMEOUT")
     began = last_sign = time.monotonic()
     heartbeat: Any = None
-    told = reopened = False
-    lock = FileLock(str(path), thread_local=False)
+    patience = PATIENCE_SECONDS
+    reopened = False
     while True:
         try:
-            lock.acquire(timeout=0)
-            return lock
-        except Timeout:
+            return flock.lock_file(path)
+        except flock.Busy:
             pass
-        except (OSError, NotImplementedError) as error:
+        except OSError as error:
+            if error.errno in _NO_SPACE:
+                raise
             if reopened:
-                _warn_lock_free(path, error)
+                _warn_lock_free(path.parent, error)
                 return None
-            reopened, lock = True, FileLock(str(path), thread_local=False)
+            reopened = True
             continue
-        now, known = time.monotonic(), _read_holder(holder)
+        now, known = time.monotonic(), read_holder(holder)
         if known is not None and known["heartbeat"] != heartbeat:
             heartbeat, last_sign = known["heartbeat"], now
         if now - last_sign > limit:
             raise _lock_timeout(name, path, known, now - last_sign)
-        if not told and now - began > PATIENCE_SECONDS:
-            told = True
-            say(f"{name}: waiting for {_shown(known)}")
+        if now - began > patience:
+            say(f"{name}: waiting for {shown(known)} ({now - began:.0f} s)", always=True)
+            patience *= 2
         time.sleep(POLL_SECONDS)
 
 
 def _lock_timeout(name: str, path: Path, known: dict[str, Any] | None, silent: float) -> LockTimeout:
     return LockTimeout(
-        f"{name}: the build lock is held by {_shown(known)}, without a sign of life for {silent:.0f} s",
-        hint=f"end that process, or set CAKE_KDA_JIT_LOCK_TIMEOUT; the lock is {path}",
+        f"{name}: the build lock is held by {shown(known)}, without a sign of life for {silent:.0f} s",
+        hint=f"end that process, or set CAKE_KDA_JIT_LOCK_TIMEOUT to more seconds; the lock is {path}",
     )
 
 
-def _warn_lock_free(path: Path, error: Exception) -> None:
-    warnings.warn(
-        f"{path.parent} cannot be locked ({error}); building without locks, so processes may compile one kernel twice",
-        RuntimeWarning,
-        stacklevel=2,
-    )
+def _warn_lock_free(directory: Path, error: Exception) -> None:
+    if directory not in _warned:
+        _warned.add(directory)
+        warnings.warn(
+            f"{directory} cannot be locked ({error}); building without locks, so processes may compile one kernel "
+            "twice. Set CAKE_KDA_JIT_CACHE_DIR to a local file system to avoid that.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 @contextlib.contextmanager
@@ -124,7 +136,8 @@ def _heartbeat(holder: Path) -> Iterator[None]:
         thread.join()
 
 
-def _read_holder(holder: Path) -> dict[str, Any] | None:
+def read_holder(holder: Path) -> dict[str, Any] | None:
+    """Return what a lock's sidecar says of its holder, or None."""
     try:
         known = json.loads(holder.read_bytes())
         return known if {"pid", "host", "start", "heartbeat"} <= known.keys() else None
@@ -132,7 +145,8 @@ def _read_holder(holder: Path) -> dict[str, Any] | None:
         return None
 
 
-def _shown(known: dict[str, Any] | None) -> str:
+def shown(known: dict[str, Any] | None) -> str:
+    """Return a holder in words."""
     if known is None:
         return "another process"
     return f"process {known['pid']} on {known['host']}, building since {time.time() - known['start']:.0f} s ago"

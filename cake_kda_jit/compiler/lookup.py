@@ -16,12 +16,14 @@ from ..errors import BuildError, NotPrebuilt, ToolchainNotFound, UnsupportedArch
 from ..record import Record
 from . import cache
 from .artifact import Artifact
-from .flags import check_versions, compile_flags, extra_flags
+from .check import check_versions
+from .discover import find_toolchain
+from .flags import compile_flags, extra_flags
 from .key import build_key, canonical_json, source_key
 from .memo import is_current, source_digest
 from .progress import say
 from .roots import user_roots
-from .toolchain import Toolchain, find_toolchain
+from .toolchain import Toolchain
 
 
 @dataclass

@@ -29,11 +29,11 @@ from . import lookup
 from .artifact import Artifact
 from .build import compile_into_cache
 from .cache import EntryFault, entry_directory, open_entry
+from .discover import find_toolchain
 from .jobs import num_jobs
 from .ninja import stop_all
 from .progress import say
 from .roots import user_roots
-from .toolchain import find_toolchain
 
 MANIFEST_SCHEMA = 1
 

@@ -26,6 +26,9 @@ from .roots import VERSION_DIR, find_writable_root, user_roots
 # The rendered text depends on these modules beside the templates.
 _RENDERING_CODE = ("arch.py", "record.py", "codegen/environment.py", "codegen/render.py")
 
+TOOL_SCHEMA = 2
+"""Version of what is remembered of a compiler; raised when the facts change."""
+
 
 def stat_of(path: str | os.PathLike) -> list[int]:
     """Return what tells that a file is unchanged. The change time catches an edit that restores the mtime."""
@@ -77,7 +80,7 @@ def source_digest(record: Record, arch: str) -> str:
 
 def tool_name(kind: str, path: str) -> str:
     """Return the memo name of the compiler at a path. The resolved path counts: a switched link is another compiler."""
-    return f"{kind}-{digest([path, os.path.realpath(path)])[:32]}"
+    return f"{kind}-{digest([TOOL_SCHEMA, path, os.path.realpath(path)])[:32]}"
 
 
 def read_tool(name: str) -> dict[str, Any] | None:

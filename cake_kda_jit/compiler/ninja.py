@@ -117,3 +117,11 @@ def _end_group(process: subprocess.Popen) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+
+
+def _forget_after_fork() -> None:
+    # A child must not end the parent's compilations.
+    _running.clear()
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 import time
@@ -19,9 +20,9 @@ def is_visible(*, verbose: bool = False) -> bool:
     return config.read("VERBOSE") or (not verbose and sys.stderr is not None and sys.stderr.isatty())
 
 
-def say(line: str, *, verbose: bool = False) -> None:
-    """Print one line of progress if anybody watches."""
-    if is_visible(verbose=verbose):
+def say(line: str, *, verbose: bool = False, always: bool = False) -> None:
+    """Print one line of progress if anybody watches; ``always`` also into the log of a job that nobody watches."""
+    if is_visible(verbose=verbose) or (always and sys.stderr is not None):
         with _lock:
             _end_open_line()
             print(line, file=sys.stderr, flush=True)
@@ -57,3 +58,12 @@ def _end_open_line() -> None:
     if _open_line is not None:
         print(file=sys.stderr)
         _open_line = None
+
+
+def _reset_after_fork() -> None:
+    # A fork while another thread prints would leave the child a lock that nobody releases.
+    global _lock, _open_line
+    _lock, _open_line = threading.Lock(), None
+
+
+os.register_at_fork(after_in_child=_reset_after_fork)

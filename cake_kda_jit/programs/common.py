@@ -26,3 +26,17 @@ def cpu_attention_record(program: str, entry: Entry, dtype: str, head_dim: int) 
         entry=entry,
         limits=Limits(max_spill_bytes=None),
     )
+
+
+def cpu_tile_record(program: str, entry: Entry, dtype: str, head_dim: int) -> Record:
+    """Return the cpu record of a pipeline program: tiles are bf16, or fp32 for fp32 inputs."""
+    return Record(
+        program=program,
+        variant=variant_name(dtype, head_dim),
+        family="cpu",
+        params=make_params(dtype=dtype, head_dim=head_dim, tile_dtype="fp32" if dtype == "fp32" else "bf16"),
+        archs=CPU_ARCHES,
+        template=f"cpu/{program}.cpp.jinja",
+        entry=entry,
+        limits=Limits(max_spill_bytes=None),
+    )

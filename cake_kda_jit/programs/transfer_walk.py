@@ -6,7 +6,7 @@ Tensor cores multiply bf16 or TF32 numbers, so each fp32 operand is split into p
 
 from __future__ import annotations
 
-from ..arch import CPU_ARCHES, CUDA_ARCHES
+from ..arch import ARCHES, CPU_ARCHES, CUDA_ARCHES
 from ..record import Entry, Field, Limits, Program, Record, cpu_entry, make_params
 
 FIELDS = (
@@ -36,19 +36,27 @@ FORMS = {
 PRECISION_MODES = ("tf32_hilo", "tf32_hilo_three_mma", "tf32_hilo_plain_tf32")
 
 
+def shared_memory_bytes(split: str, value_width: int) -> int:
+    """Return what one CTA needs at least, at K = 128: the parts of S, with the padding that keeps banks apart."""
+    of_64_columns = 3 * 128 * (64 + 8) * 2 if split == "bf16x3" else 64 * (128 + 8) * 4
+    return value_width // 64 * of_64_columns
+
+
 def _record(variant: str, family: str) -> Record:
     split, num_terms, value_width, shipped = FORMS[variant]
     is_cpu = family == "cpu"
+    shared_bytes = 0 if is_cpu else shared_memory_bytes(split, value_width)
+    cuda_archs = tuple(name for name in CUDA_ARCHES if ARCHES[name].shared_memory_bytes >= shared_bytes)
     return Record(
         program="transfer_walk",
         variant=variant,
         family=family,
         params=make_params(split=split, num_terms=num_terms, value_width=value_width),
-        archs=CPU_ARCHES if is_cpu else CUDA_ARCHES,
+        archs=CPU_ARCHES if is_cpu else cuda_archs,
         template="cpu/transfer_walk.cpp.jinja" if is_cpu else "smxx/transfer_walk.cu.jinja",
         entry=CPU_ENTRY if is_cpu else CUDA_ENTRY,
         shipped=shipped,
-        limits=Limits(max_spill_bytes=0 if shipped and not is_cpu else None),
+        limits=Limits(max_spill_bytes=0 if shipped and not is_cpu else None, shared_memory_bytes=shared_bytes),
     )
 
 
