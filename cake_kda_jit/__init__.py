@@ -11,7 +11,7 @@ from importlib import import_module
 __version__ = "0.1.0"
 
 _HOMES = {
-    "ops.api": ("causal_conv1d", "chunk_kda", "transfer_walk"),
+    "ops.api": ("causal_conv1d", "chunk_kda", "segment_summary", "transfer_walk"),
     "ops.plan": ("Plan", "make_plan"),
     "ops.problem": ("KdaOptions",),
     "runtime.launch": ("LaunchRecord", "last_launches"),

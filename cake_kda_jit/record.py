@@ -1,6 +1,6 @@
 """Descriptions of kernels: argument layouts, records and programs. Pure data; nothing here renders or compiles.
 
-A *program* is one operation (``chunk_forward``); a *record* is one way to build it (``chunk_forward`` for bf16 and
+A *program* is one operation (``chunk_scan``); a *record* is one way to build it (``chunk_scan`` for bf16 and
 K = V = 128 in the ``cpu`` family). A record's ``params`` become constants of its template; its ``build_keywords`` go to
 the compiler.
 """

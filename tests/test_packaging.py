@@ -33,8 +33,13 @@ def wheel(tmp_path_factory):
     if importlib.util.find_spec("hatchling") is None:
         pytest.skip("hatchling is not installed: pip install -e '.[test]'")
     out = tmp_path_factory.mktemp("dist")
-    subprocess.run([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(out)], cwd=ROOT, check=True,
-                   capture_output=True, timeout=120)
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(out)],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        timeout=120,
+    )
     [path] = out.glob("*.whl")
     return path
 
@@ -43,7 +48,9 @@ def test_wheel_carries_templates_and_manifests_once(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     templates = {str(path.relative_to(ROOT)) for path in (ROOT / "templates").rglob("*") if path.is_file()}
     assert {f"cake_kda_jit/_data/{name}" for name in templates} <= set(names)
-    assert {"cake_kda_jit/_data/build.json", "cake_kda_jit/_data/build.test.json", "cake_kda_jit/py.typed"} <= set(names)
+    assert {"cake_kda_jit/_data/build.json", "cake_kda_jit/_data/build.test.json", "cake_kda_jit/py.typed"} <= set(
+        names
+    )
     assert not [name for name in names if name.startswith(("templates/", "tests/", "docs/"))]
     assert len(names) == len(set(names))
 

@@ -67,3 +67,9 @@ def test_at_most_six_shipped_records_per_program_and_architecture():
         for arch in {arch for record in program.records for arch in record.archs}:
             shipped = [r for r in program.records if r.shipped and arch in r.archs]
             assert len(shipped) <= 6
+
+
+def test_shipped_tiles_have_the_dtype_that_ops_allocate():
+    for record in registry().shipped():
+        if "tile_dtype" in record.constants:
+            assert record.constants["tile_dtype"] == ("fp32" if record.family == "cpu" else "bf16"), record.name

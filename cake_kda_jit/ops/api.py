@@ -7,8 +7,9 @@ import torch
 from ..errors import PlanMismatchError, UnsupportedProblemError
 from . import checks
 from .library import NAMESPACE  # importing the module registers the operators
-from .plan import Plan, check_boundaries
+from .plan import Plan, PlanHeads, check_boundaries, plan_of_boundaries
 from .problem import KdaOptions
+from .select import SegmentRule
 
 _operators = getattr(torch.ops, NAMESPACE)
 CONV_WIDTHS = (2, 3, 4)
@@ -65,11 +66,7 @@ def chunk_kda(
     _refuse_context(cp_context)
     checks.check_attention_shapes(q, k, v, g, beta)
     checks.check_gate(use_gate_in_kernel, lower_bound, A_log, dt_bias, v)
-    if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
-        raise UnsupportedProblemError(
-            "allow_neg_eigval=True doubles the sigmoid of beta; set "
-            "use_beta_sigmoid_in_kernel=True too, or pass 2 * sigmoid(beta) yourself"
-        )
+    _check_beta_form(use_beta_sigmoid_in_kernel, allow_neg_eigval)
     resolved = (options or KdaOptions()).resolved()
     pack = checks.plan_for(q, v, cu_seqlens, cu_seqlens_cpu, plan)
     value_heads, head_dim = v.shape[2:]
@@ -83,24 +80,26 @@ def chunk_kda(
     if initial_state is not None:
         initial_state = (initial_state.transpose(-1, -2) if state_v_first else initial_state).contiguous()
     inputs = [tensor.flatten(0, 1) for tensor in (q, k, v, g, beta)]
-    A_log = None if A_log is None else A_log.contiguous()
-    dt_bias = None if dt_bias is None else dt_bias.reshape(value_heads, head_dim).contiguous()
-    optional = (A_log, dt_bias, initial_state)
+    optional = (*_gate_parameters(A_log, dt_bias, v), initial_state)
     needs_backward = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*inputs, *optional))
-    o, final_state, _ = _operators.chunk_kda_forward(
+    o, final_state, *_ = _operators.chunk_kda_forward(
         *inputs,
         *optional,
-        pack.cu_seqlens,
-        pack.chunk_offsets,
-        pack.num_chunks,
+        pack.chunk_table,
+        pack.segment_table,
+        pack.summary_offsets,
+        pack.num_summaries,
         head_dim**-0.5 if scale is None else float(scale),
         lower_bound,
         use_qk_l2norm_in_kernel,
         _gate_form(use_gate_in_kernel, lower_bound),
         _beta_form(use_beta_sigmoid_in_kernel, allow_neg_eigval),
+        resolved.backward,
+        resolved.checkpoint_tokens,
+        resolved.workspace_limit,
         resolved.family,
         output_final_state,
-        needs_backward and resolved.backward == "saved",
+        needs_backward,
     )
     if not output_final_state:
         return o.unflatten(0, q.shape[:2]), None
@@ -151,6 +150,55 @@ def causal_conv1d(
         output_final_state,
     )
     return y.unflatten(0, x.shape[:2]), final_state if output_final_state else None
+
+
+def segment_summary(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    offsets: torch.Tensor,
+    *,
+    need_M: bool = True,
+    need_B: bool = True,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    lower_bound: float | None = None,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Summarize fragments of tokens as affine maps of the state, ``S_out = M S_in + B``.
+
+    Shapes and dtypes as in ``chunk_kda`` with B = 1; ``offsets`` int32 or int64 ``[F + 1]`` are the fragments' token
+    boundaries, from 0 to T. Returns M ``[F, HV, K, K]`` and B ``[F, HV, K, V]`` in fp32, None for one not needed; an
+    empty fragment has M = I, B = 0. Not differentiable. Errors as in ``chunk_kda``.
+    """
+    checks.check_attention_shapes(k, k, v, g, beta)
+    checks.check_gate(use_gate_in_kernel, lower_bound, A_log, dt_bias, v)
+    _check_beta_form(use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    if k.shape[0] != 1:
+        raise UnsupportedProblemError(f"B = {k.shape[0]}; fragments lie in one sequence: join the batch along T")
+    boundaries = checks.boundaries_of(offsets)
+    check_boundaries(boundaries, k.shape[1])
+    heads = PlanHeads(k.shape[2], v.shape[2], k.shape[3])
+    pack = plan_of_boundaries(boundaries, heads, k.device, SegmentRule(0, 0), summarize_all=True)
+    M, B = _operators.segment_summary(
+        *(tensor[0] for tensor in (k, v, g, beta)),
+        *_gate_parameters(A_log, dt_bias, v),
+        pack.chunk_table,
+        pack.segment_table,
+        pack.summary_offsets,
+        pack.num_summaries,
+        lower_bound,
+        use_qk_l2norm_in_kernel,
+        _gate_form(use_gate_in_kernel, lower_bound),
+        _beta_form(use_beta_sigmoid_in_kernel, allow_neg_eigval),
+        need_M,
+        need_B,
+    )
+    return M if need_M else None, B if need_B else None
 
 
 def transfer_walk(
@@ -206,6 +254,22 @@ def _refuse_context(cp_context: object | None) -> None:
         raise UnsupportedProblemError(
             f"cp_context is a {type(cp_context).__name__}; context parallelism is not built yet: pass cp_context=None"
         )
+
+
+def _check_beta_form(use_sigmoid: bool, allow_neg_eigval: bool) -> None:
+    if allow_neg_eigval and not use_sigmoid:
+        raise UnsupportedProblemError(
+            "allow_neg_eigval=True doubles the sigmoid of beta; set use_beta_sigmoid_in_kernel=True too, or pass "
+            "2 * sigmoid(beta) yourself"
+        )
+
+
+def _gate_parameters(
+    A_log: torch.Tensor | None, dt_bias: torch.Tensor | None, v: torch.Tensor
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return A_log ``[HV]`` and dt_bias ``[HV, K]``, contiguous, None where absent."""
+    A_log = None if A_log is None else A_log.contiguous()
+    return A_log, None if dt_bias is None else dt_bias.reshape(v.shape[2:]).contiguous()
 
 
 def _gate_form(use_gate: bool, lower_bound: float | None) -> str:

@@ -1,4 +1,4 @@
-"""The backward of one packed attention call: from the kept chunk states, or from states computed again."""
+"""The backward of one packed attention call, from what its forward kept."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
-from ..programs.chunk_backward import workspace_bytes
-from ..runtime.launch import launch
-from .forward import chunk_forward
-from .select import select_attention
-from .values import Inputs, Transforms, address, attention_values
+from .forward import Context
+from .inputs import Inputs
+from .pipeline import Pipeline, Tiles
+from .problem import KdaOptions
+from .workspace import HeadBlock, head_blocks, tile_bytes_per_head
 
 
 @dataclass(frozen=True)
@@ -27,70 +27,81 @@ class Gradients:
     dinitial_state: torch.Tensor | None
 
 
-def _empty_gradients(inputs: Inputs) -> Gradients:
-    def like(tensor: torch.Tensor | None) -> torch.Tensor | None:
-        return None if tensor is None else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+def _empty_like(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
-    return Gradients(
-        *(
-            like(t)
-            for t in (
-                inputs.q,
-                inputs.k,
-                inputs.v,
-                inputs.g,
-                inputs.beta,
-                inputs.A_log,
-                inputs.dt_bias,
-                inputs.initial_state,
-            )
-        )
-    )
+
+def _empty_gradients(inputs: Inputs) -> Gradients:
+    tensors = (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, inputs.A_log, inputs.dt_bias, inputs.initial_state)
+    return Gradients(*(_empty_like(tensor) for tensor in tensors))
 
 
 def chunk_backward(
-    inputs: Inputs,
-    transforms: Transforms,
-    *,
-    do: torch.Tensor,
-    dfinal_state: torch.Tensor | None,
-    chunk_states: torch.Tensor | None,
-    num_chunks: int,
-    family: str | None,
+    pipeline: Pipeline, options: KdaOptions, context: Context, do: torch.Tensor, dfinal_state: torch.Tensor | None
 ) -> Gradients:
-    """Launch the backward; ``chunk_states`` None replays the forward for them, with the same bits."""
+    """Launch the backward; do ``[T, HV, V]`` of any strides, dfinal_state ``[N, HV, K, V]`` contiguous."""
+    inputs = pipeline.inputs
     gradients = _empty_gradients(inputs)
-    if num_chunks == 0:
+    if pipeline.num_chunks == 0:
         _empty_pack(gradients, dfinal_state)
         return gradients
-    if chunk_states is None:
-        _, _, chunk_states = chunk_forward(
-            inputs, transforms, num_chunks=num_chunks, output_final_state=False, keep_states=True, family=family
-        )
-    chosen = select_attention("chunk_backward", inputs.problem(), family)
-    documents, value_heads, head_dim, _ = inputs.state_shape()
-    needs_workspace = gradients.dA_log is not None or gradients.ddt_bias is not None
-    num_bytes = workspace_bytes(documents, value_heads, head_dim) if needs_workspace else 0
-    workspace = torch.empty(num_bytes, dtype=torch.uint8, device=do.device)
-    values = attention_values(inputs, transforms)
-    values |= {
-        "chunk_states": chunk_states.data_ptr(),
-        "do_": do.data_ptr(),
-        "do_strides": do.stride(),
-        "dfinal_state": address(dfinal_state),
-        "dq": gradients.dq.data_ptr(),
-        "dk": gradients.dk.data_ptr(),
-        "dv": gradients.dv.data_ptr(),
-        "dg": gradients.dg.data_ptr(),
-        "dbeta": gradients.dbeta.data_ptr(),
-        "dA_log": address(gradients.dA_log),
-        "ddt_bias": address(gradients.ddt_bias),
-        "dinitial_state": address(gradients.dinitial_state),
-        "workspace": workspace.data_ptr() if needs_workspace else None,
-        "workspace_bytes": num_bytes,
+    partial_shape = (pipeline.num_chunks, inputs.num_value_heads)
+    partials = {
+        "partial_A_log": None if inputs.A_log is None else torch.empty(partial_shape, device=do.device),
+        "partial_dt_bias": None
+        if inputs.dt_bias is None
+        else torch.empty((*partial_shape, inputs.head_dim), device=do.device),
     }
-    launch(chosen.record, chosen.reason, values, do.device)
+    D = pipeline.summaries() if inputs.num_summaries else None
+    replays = context.checkpoints is not None
+    num_bytes = tile_bytes_per_head(
+        pipeline.num_chunks, inputs.head_dim, pipeline.tile_dtype.itemsize, states=1 + replays, values=1 + replays
+    )
+    for block in head_blocks(num_bytes, inputs.num_heads, inputs.num_value_heads, options.workspace_limit):
+        tiles = _prepare(pipeline, block, context)
+        segment_dexit = None
+        if D is not None:
+            skip = {"first_M": True, "first_B": True, "last_B": False}
+            pipeline.summarize(block, tiles, M=None, B=D, do=do, skip=skip)
+            segment_dexit = pipeline.walk(block, context.M, D, dfinal_state, transpose=True)
+        kept = {
+            "h": pipeline.states(block) if replays else context.block("h", block),
+            "v_new": pipeline.rows(block) if replays else context.block("v_new", block),
+        }
+        scanned = {"dS": pipeline.states(block), "z": pipeline.rows(block)}
+        edges = {
+            "checkpoints": context.checkpoints,
+            "dfinal_state": dfinal_state,
+            "segment_dexit": segment_dexit,
+            "dinitial_state": gradients.dinitial_state,
+        }
+        pipeline.grad_scan(block, tiles, do, kept | scanned | edges, options.checkpoint_tokens)
+        found = {name: getattr(gradients, name) for name in ("dq", "dk", "dv", "dg", "dbeta")}
+        pipeline.grad(block, do, kept | scanned | found | partials)
+    if inputs.A_log is not None or inputs.dt_bias is not None:
+        pipeline.reduce_parameters(**partials, dA_log=gradients.dA_log, ddt_bias=gradients.ddt_bias)
     return gradients
+
+
+def _prepare(pipeline: Pipeline, block: HeadBlock, context: Context) -> Tiles:
+    """Form the tiles of a block again, but for those that the forward kept."""
+    Aqk = context.block("Aqk", block)
+    fresh = Tiles(
+        ke=pipeline.rows(block),
+        qg=pipeline.rows(block),
+        kg=pipeline.rows(block),
+        Aqk=pipeline.squares(block) if Aqk is None else None,
+        decay_total=pipeline.totals(block),
+    )
+    pipeline.prepare(block, fresh)
+    return Tiles(
+        fresh.ke,
+        fresh.qg,
+        fresh.kg,
+        Aqk if fresh.Aqk is None else fresh.Aqk,
+        context.block("Tinv", block),
+        fresh.decay_total,
+    )
 
 
 def _empty_pack(gradients: Gradients, dfinal_state: torch.Tensor | None) -> None:

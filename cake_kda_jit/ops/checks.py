@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..errors import PlanMismatchError, UnsupportedProblemError
-from .plan import HEAD_DIMS, Plan, boundaries_of, check_boundaries, plan_of_boundaries
+from .plan import HEAD_DIMS, Plan, PlanHeads, boundaries_of, check_boundaries, plan_of_boundaries
 
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 DEVICE_DTYPES = {"cpu": ("bf16", "fp16", "fp32"), "cuda": ("bf16", "fp16")}
@@ -152,4 +152,4 @@ def plan_for(q: torch.Tensor, v: torch.Tensor, cu_seqlens, cu_seqlens_cpu, plan:
     else:
         boundaries = boundaries_of(cu_seqlens, cu_seqlens_cpu)
         check_boundaries(boundaries, tokens)
-    return plan_of_boundaries(boundaries, heads, value_heads, head_dim, q.device)
+    return plan_of_boundaries(boundaries, PlanHeads(heads, value_heads, head_dim), q.device)

@@ -10,9 +10,9 @@ from ..programs.attention_fields import DTYPE_CODES
 from ..runtime.device import arch_of_device
 from ..runtime.launch import launch
 from .checks import DTYPE_NAMES
+from .pipeline import address
 from .problem import ConvProblem
 from .select import select_conv
-from .values import address
 
 
 @dataclass(frozen=True)

@@ -2,43 +2,139 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields
+
 import torch
 
-from ..runtime.launch import launch
-from .select import select_attention
-from .values import Inputs, Transforms, address, attention_values
+from .inputs import Inputs
+from .pipeline import Pipeline, Tiles, tile_dtype
+from .problem import KdaOptions
+from .workspace import HeadBlock, head_blocks, tile_bytes_per_head
+
+
+@dataclass
+class Context:
+    """What a forward keeps for its backward; None where a mode does not keep it.
+
+    ``saved`` keeps Tinv, Aqk ``[HV, chunks, 64, 64]``, h ``[HV, chunks, V, K]`` and v_new ``[HV, chunks, 64, V]``;
+    ``replay`` keeps Tinv and checkpoints ``[rows, HV, V, K]``. Both keep M ``[summary rows, HV, K, K]``, so that a
+    backward needs no forward summaries.
+    """
+
+    Tinv: torch.Tensor | None = None
+    Aqk: torch.Tensor | None = None
+    h: torch.Tensor | None = None
+    v_new: torch.Tensor | None = None
+    checkpoints: torch.Tensor | None = None
+    M: torch.Tensor | None = None
+
+    def block(self, name: str, block: HeadBlock) -> torch.Tensor | None:
+        """Return a kept tile tensor's heads of a block, or None."""
+        tensor = getattr(self, name)
+        return None if tensor is None else tensor[block.first : block.first + block.count]
+
+
+CONTEXT_NAMES = tuple(field.name for field in fields(Context))
+
+
+def num_checkpoints(num_chunks: int, num_segments: int, checkpoint_tokens: int) -> int:
+    """Return the rows of the checkpoints: one per interval, with one more for each segment's own start."""
+    return num_chunks * 64 // checkpoint_tokens + num_segments
+
+
+def context_shapes(inputs: Inputs, backward: str | None, checkpoint_tokens: int) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every tensor that a forward keeps; ``backward`` None keeps nothing."""
+    heads, head_dim, chunks = inputs.num_value_heads, inputs.head_dim, inputs.chunk_table.shape[0]
+    if backward is None:
+        return {}
+    shapes = {"Tinv": (heads, chunks, 64, 64)}
+    if backward == "saved":
+        shapes |= {
+            "Aqk": (heads, chunks, 64, 64),
+            "h": (heads, chunks, head_dim, head_dim),
+            "v_new": (heads, chunks, 64, head_dim),
+        }
+    else:
+        rows = num_checkpoints(chunks, inputs.segment_table.shape[0], checkpoint_tokens)
+        shapes["checkpoints"] = (rows, heads, head_dim, head_dim)
+    if inputs.num_summaries:
+        shapes["M"] = (inputs.num_summaries, heads, head_dim, head_dim)
+    return shapes
+
+
+def context_dtype(name: str, shapes: dict[str, tuple[int, ...]], device: torch.device) -> torch.dtype:
+    """Return the dtype of a kept tensor: tiles have the tiles' dtype; states, M and what is not kept are fp32."""
+    return tile_dtype(device) if name in shapes and name in ("Tinv", "Aqk", "h", "v_new") else torch.float32
 
 
 def chunk_forward(
-    inputs: Inputs,
-    transforms: Transforms,
-    *,
-    num_chunks: int,
-    output_final_state: bool,
-    keep_states: bool,
-    family: str | None,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Launch the forward; returns o ``[T, HV, V]``, and the final state and the chunk states where they are wanted.
-
-    ``chunk_states`` is fp32 ``[chunks, HV, K, V]``: the state entering every chunk, which the backward reads.
-    """
-    state_shape = inputs.state_shape()
-    o = inputs.v.new_empty(inputs.v.shape)
-    final_state = inputs.v.new_empty(state_shape, dtype=torch.float32) if output_final_state else None
-    chunk_states = inputs.v.new_empty((num_chunks, *state_shape[1:]), dtype=torch.float32) if keep_states else None
-    if num_chunks == 0:
+    pipeline: Pipeline, options: KdaOptions, *, output_final_state: bool, keep: bool
+) -> tuple[torch.Tensor, torch.Tensor | None, Context]:
+    """Launch the forward; returns o ``[T, HV, V]``, the final state if wanted, and what the backward needs if kept."""
+    inputs = pipeline.inputs
+    device = inputs.v.device
+    o = torch.empty(inputs.v.shape, dtype=inputs.v.dtype, device=device)
+    final_state = torch.empty(inputs.state_shape(), device=device) if output_final_state else None
+    shapes = context_shapes(inputs, options.backward if keep else None, options.checkpoint_tokens)
+    # Checkpoint rows are numbered without a table, which leaves a few rows between segments that nothing writes: zeros,
+    # so that an operator's outputs are the same bytes in every run.
+    context = Context(
+        **{
+            name: (torch.zeros if name == "checkpoints" else torch.empty)(
+                shape, dtype=context_dtype(name, shapes, device), device=device
+            )
+            for name, shape in shapes.items()
+        }
+    )
+    if pipeline.num_chunks == 0:
         if final_state is not None:
-            _copy_or_zero(final_state, inputs.initial_state)
-        return o, final_state, chunk_states
-    chosen = select_attention("chunk_forward", inputs.problem(), family)
-    values = attention_values(inputs, transforms)
-    values |= {"o": o.data_ptr(), "final_state": address(final_state), "chunk_states": address(chunk_states)}
-    launch(chosen.record, chosen.reason, values, o.device)
-    return o, final_state, chunk_states
+            final_state.zero_() if inputs.initial_state is None else final_state.copy_(inputs.initial_state)
+        return o, final_state, context
+    summaries = _Summaries(pipeline, context.M) if inputs.num_summaries else None
+    num_bytes = tile_bytes_per_head(
+        pipeline.num_chunks, inputs.head_dim, pipeline.tile_dtype.itemsize, states=0, values=0
+    )
+    for block in head_blocks(num_bytes, inputs.num_heads, inputs.num_value_heads, options.workspace_limit):
+        tiles = make_tiles(pipeline, block, context)
+        pipeline.prepare(block, tiles)
+        segment_entry = summaries.entries(block, tiles) if summaries else None
+        outputs = {
+            "o": o,
+            "final_state": final_state,
+            "h": context.block("h", block),
+            "v_new": context.block("v_new", block),
+            "checkpoints": context.checkpoints,
+        }
+        pipeline.scan(block, tiles, segment_entry, outputs, options.checkpoint_tokens)
+    return o, final_state, context
 
 
-def _copy_or_zero(target: torch.Tensor, source: torch.Tensor | None) -> None:
-    if source is None:
-        target.zero_()
-    else:
-        target.copy_(source)
+def make_tiles(pipeline: Pipeline, block: HeadBlock, context: Context) -> Tiles:
+    """Return empty tiles of a block; Aqk and Tinv are the context's own where it keeps them."""
+    kept = {name: context.block(name, block) for name in ("Aqk", "Tinv")}
+    return Tiles(
+        ke=pipeline.rows(block),
+        qg=pipeline.rows(block),
+        kg=pipeline.rows(block),
+        Aqk=pipeline.squares(block) if kept["Aqk"] is None else kept["Aqk"],
+        Tinv=pipeline.squares(block) if kept["Tinv"] is None else kept["Tinv"],
+        decay_total=pipeline.totals(block),
+    )
+
+
+class _Summaries:
+    """The states entering every segment: summaries of a head block, then the walk over each document's segments."""
+
+    def __init__(self, pipeline: Pipeline, M: torch.Tensor | None) -> None:
+        self.pipeline = pipeline
+        self.M = pipeline.summaries() if M is None else M
+        self.B = pipeline.summaries()
+
+    def entries(self, block: HeadBlock, tiles: Tiles) -> torch.Tensor:
+        """Return the state entering every segment with a summary row, ``[rows, HV, K, V]``, for a block's heads."""
+        initial_state = self.pipeline.inputs.initial_state
+        # The walk starts from no state without an initial one, so it reads no M of a first segment; nor does it read
+        # the last segment's B, since nothing asks what leaves it. The last M serves the backward.
+        skip = {"first_M": initial_state is None, "first_B": False, "last_B": True}
+        self.pipeline.summarize(block, tiles, M=self.M, B=self.B, skip=skip)
+        return self.pipeline.walk(block, self.M, self.B, initial_state, transpose=False)

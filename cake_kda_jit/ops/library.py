@@ -1,7 +1,7 @@
 """Every operation as a pair of functional torch.library operators with fake implementations.
 
-Operators take tensors, ints, floats and strings only: a plan passes as its tables and its number of chunks. An output
-that is not wanted is an empty tensor, because an operator's outputs are fixed by its schema.
+Operators take tensors, ints, floats and strings only: a plan passes as its tables and its number of summaries. An
+output that is not wanted is an empty tensor, because an operator's outputs are fixed by its schema.
 """
 
 from __future__ import annotations
@@ -11,22 +11,25 @@ import torch
 from ..runtime.launch import begin_call
 from .backward import chunk_backward
 from .conv import ConvInputs, conv_backward, conv_forward
-from .forward import chunk_forward
-from .values import Inputs, Transforms
+from .forward import CONTEXT_NAMES, Context, chunk_forward, context_dtype, context_shapes
+from .inputs import Inputs, Transforms
+from .pipeline import Pipeline
+from .problem import KdaOptions
+from .summary import summarize
 from .walk import walk
 
 NAMESPACE = "cake_kda_jit"
 
 _ATTENTION_INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, Tensor? initial_state, "
-    "Tensor cu_seqlens, Tensor chunk_offsets, "
+    "Tensor chunk_table, Tensor segment_table, Tensor summary_offsets, int num_summaries, "
 )
-_ATTENTION_OPTIONS = (
-    "int num_chunks, float scale, float? lower_bound, bool use_qk_l2norm, str gate_form, str beta_form, str? family"
-)
+_TRANSFORMS = "float scale, float? lower_bound, bool use_qk_l2norm, str gate_form, str beta_form, "
+_OPTIONS = "str backward, int checkpoint_tokens, int? workspace_limit, str? family"
 _CONV_INPUTS = "Tensor x, Tensor weight, Tensor? bias, Tensor? initial_state, Tensor cu_seqlens, "
-_NUM_INPUTS = 10
-_NUM_OPTIONS = 7
+_NUM_TENSORS = 11  # of the attention inputs; num_summaries follows them
+_NUM_DIFFERENTIABLE = 8
+_NUM_ARGUMENTS = 21  # inputs, transforms and options
 
 _library = torch.library.Library(NAMESPACE, "DEF")
 
@@ -43,57 +46,39 @@ def _present(tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
     return like.new_empty(0, dtype=torch.float32) if tensor is None else tensor
 
 
-def _transforms(options: tuple) -> tuple[int, Transforms, str | None]:
-    num_chunks, scale, lower_bound, use_qk_l2norm, gate_form, beta_form, family = options
-    return num_chunks, Transforms(scale, lower_bound, use_qk_l2norm, gate_form, beta_form), family
-
-
 # ---- attention -------------------------------------------------------------------------------------------------------
+
+
+def _problem(arguments: tuple) -> tuple[Inputs, Transforms, KdaOptions]:
+    inputs, transforms, options = arguments[:12], arguments[12:17], arguments[17:_NUM_ARGUMENTS]
+    return Inputs(*inputs), Transforms(*transforms), KdaOptions(*options)
 
 
 def _attention_forward(*arguments):
     begin_call()
-    inputs = Inputs(*arguments[:_NUM_INPUTS])
-    num_chunks, transforms, family = _transforms(arguments[_NUM_INPUTS : _NUM_INPUTS + _NUM_OPTIONS])
-    output_final_state, keep_states = arguments[_NUM_INPUTS + _NUM_OPTIONS :]
-    o, final_state, chunk_states = chunk_forward(
-        inputs,
-        transforms,
-        num_chunks=num_chunks,
-        output_final_state=output_final_state,
-        keep_states=keep_states,
-        family=family,
-    )
-    return o, _present(final_state, o), _present(chunk_states, o)
+    inputs, transforms, options = _problem(arguments)
+    output_final_state, keep = arguments[_NUM_ARGUMENTS:]
+    pipeline = Pipeline(inputs, transforms, options.family)
+    o, final_state, context = chunk_forward(pipeline, options, output_final_state=output_final_state, keep=keep)
+    kept = (getattr(context, name) for name in CONTEXT_NAMES)
+    return o, *(_present(tensor, o) for tensor in (final_state, *kept))
 
 
 def _attention_forward_fake(*arguments):
-    inputs = Inputs(*arguments[:_NUM_INPUTS])
-    num_chunks = arguments[_NUM_INPUTS]
-    output_final_state, keep_states = arguments[_NUM_INPUTS + _NUM_OPTIONS :]
-    state_shape = inputs.state_shape()
-    final_shape = state_shape if output_final_state else (0,)
-    kept_shape = (num_chunks, *state_shape[1:]) if keep_states else (0,)
-    return (
-        inputs.v.new_empty(inputs.v.shape),
-        inputs.v.new_empty(final_shape, dtype=torch.float32),
-        inputs.v.new_empty(kept_shape, dtype=torch.float32),
-    )
+    inputs, _, options = _problem(arguments)
+    output_final_state, keep = arguments[_NUM_ARGUMENTS:]
+    shapes = context_shapes(inputs, options.backward if keep else None, options.checkpoint_tokens)
+    o = inputs.v.new_empty(inputs.v.shape)
+    final_shape = inputs.state_shape() if output_final_state else (0,)
+    kept = (o.new_empty(shapes.get(name, (0,)), dtype=context_dtype(name, shapes, o.device)) for name in CONTEXT_NAMES)
+    return o, o.new_empty(final_shape, dtype=torch.float32), *kept
 
 
-def _attention_backward(do, dfinal_state, chunk_states, *arguments):
+def _attention_backward(do, dfinal_state, *rest):
     begin_call()
-    inputs = Inputs(*arguments[:_NUM_INPUTS])
-    num_chunks, transforms, family = _transforms(arguments[_NUM_INPUTS:])
-    found = chunk_backward(
-        inputs,
-        transforms,
-        do=do,
-        dfinal_state=dfinal_state,
-        chunk_states=chunk_states,
-        num_chunks=num_chunks,
-        family=family,
-    )
+    context, arguments = Context(*rest[: len(CONTEXT_NAMES)]), rest[len(CONTEXT_NAMES) :]
+    inputs, transforms, options = _problem(arguments)
+    found = chunk_backward(Pipeline(inputs, transforms, options.family), options, context, do, dfinal_state)
     return (
         found.dq,
         found.dk,
@@ -106,49 +91,75 @@ def _attention_backward(do, dfinal_state, chunk_states, *arguments):
     )
 
 
-def _attention_backward_fake(do, dfinal_state, chunk_states, *arguments):
-    inputs = arguments[:8]
-    return tuple(_present(None, do) if t is None else t.new_empty(t.shape) for t in inputs)
+def _attention_backward_fake(do, dfinal_state, *rest):
+    tensors = rest[len(CONTEXT_NAMES) :][:_NUM_DIFFERENTIABLE]
+    return tuple(_present(None, do) if tensor is None else tensor.new_empty(tensor.shape) for tensor in tensors)
 
 
 _define(
-    f"chunk_kda_forward({_ATTENTION_INPUTS}{_ATTENTION_OPTIONS}, bool output_final_state, bool keep_states)"
-    " -> (Tensor, Tensor, Tensor)",
+    f"chunk_kda_forward({_ATTENTION_INPUTS}{_TRANSFORMS}{_OPTIONS}, bool output_final_state, bool keep)"
+    f" -> (Tensor, Tensor{', Tensor' * len(CONTEXT_NAMES)})",
     _attention_forward,
     _attention_forward_fake,
 )
 _define(
-    "chunk_kda_backward(Tensor do, Tensor? dfinal_state, Tensor? chunk_states, "
-    f"{_ATTENTION_INPUTS}{_ATTENTION_OPTIONS})"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "chunk_kda_backward(Tensor do, Tensor? dfinal_state, "
+    f"{''.join(f'Tensor? {name}, ' for name in CONTEXT_NAMES)}{_ATTENTION_INPUTS}{_TRANSFORMS}{_OPTIONS})"
+    f" -> (Tensor{', Tensor' * (_NUM_DIFFERENTIABLE - 1)})",
     _attention_backward,
     _attention_backward_fake,
 )
 
 
 def _attention_setup(ctx, inputs, output):
-    # Without this, autograd would fill a gradient of the kept states, as large as they are, with zeros.
+    # Without this, autograd would fill gradients of the kept tensors, as large as they are, with zeros.
     ctx.set_materialize_grads(False)
-    tensors = inputs[:_NUM_INPUTS]
-    ctx.options = inputs[_NUM_INPUTS : _NUM_INPUTS + _NUM_OPTIONS]
-    keep_states = inputs[-1]
-    ctx.save_for_backward(*tensors, output[2] if keep_states else None)
+    ctx.options = inputs[_NUM_TENSORS:_NUM_ARGUMENTS]
+    kept = [tensor if tensor.numel() else None for tensor in output[2:]]
+    ctx.save_for_backward(*inputs[:_NUM_TENSORS], *kept)
 
 
-def _attention_autograd(ctx, do, dfinal_state, _):
-    *tensors, chunk_states = ctx.saved_tensors
+def _attention_autograd(ctx, do, dfinal_state, *_):
+    tensors, kept = ctx.saved_tensors[:_NUM_TENSORS], ctx.saved_tensors[_NUM_TENSORS:]
     v = tensors[2]
     if do is None:
         do = v.new_zeros(()).expand(v.shape)
     if dfinal_state is not None:
         dfinal_state = dfinal_state.contiguous()
-    gradients = torch.ops.cake_kda_jit.chunk_kda_backward(do, dfinal_state, chunk_states, *tensors, *ctx.options)
+    gradients = torch.ops.cake_kda_jit.chunk_kda_backward(do, dfinal_state, *kept, *tensors, *ctx.options)
     found = [None if tensor is None else gradient for tensor, gradient in zip(tensors, gradients)]
-    return (*found, *[None] * (2 + _NUM_OPTIONS + 2))
+    return (*found, *[None] * (_NUM_ARGUMENTS - _NUM_DIFFERENTIABLE + 2))
 
 
 torch.library.register_autograd(
     f"{NAMESPACE}::chunk_kda_forward", _attention_autograd, setup_context=_attention_setup, lib=_library
+)
+
+
+# ---- segment summaries -----------------------------------------------------------------------------------------------
+
+
+def _segment_summary(k, v, g, beta, A_log, dt_bias, chunk_table, segment_table, summary_offsets, *rest):
+    begin_call()
+    num_summaries, *transforms, need_M, need_B = rest
+    tables = (chunk_table, segment_table, summary_offsets)
+    inputs = Inputs(None, k, v if need_B else None, g, beta, A_log, dt_bias, None, *tables, num_summaries)
+    M, B = summarize(Pipeline(inputs, Transforms(1.0, *transforms), None), need_M=need_M, need_B=need_B)
+    return _present(M, k), _present(B, k)
+
+
+def _segment_summary_fake(k, v, g, *rest):
+    num_summaries, *_, need_M, need_B = rest[6:]
+    shape = (num_summaries, g.shape[1], k.shape[2], k.shape[2])
+    return tuple(k.new_empty(shape if needed else (0,), dtype=torch.float32) for needed in (need_M, need_B))
+
+
+_define(
+    "segment_summary(Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, Tensor chunk_table, "
+    "Tensor segment_table, Tensor summary_offsets, int num_summaries, float? lower_bound, bool use_k_l2norm, "
+    "str gate_form, str beta_form, bool need_M, bool need_B) -> (Tensor, Tensor)",
+    _segment_summary,
+    _segment_summary_fake,
 )
 
 

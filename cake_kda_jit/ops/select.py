@@ -63,9 +63,39 @@ def select_attention(program: str, problem: AttentionProblem, family: str | None
     return _select(program, variant, problem.arch, family, f"{problem.dtype}, K = V = {problem.head_dim}")
 
 
+def select_plain(program: str, variant: str, arch: str, family: str | None) -> Selection:
+    """Return the record of a program that has one variant for every problem."""
+    return _select(program, variant, arch, family, "its only variant")
+
+
 def select_conv(program: str, problem: ConvProblem, family: str | None) -> Selection:
     """Return the record of a convolution program; raises UnsupportedProblemError with what there is."""
     return _select(program, problem.dtype, problem.arch, family, f"x is {problem.dtype}")
+
+
+@dataclass(frozen=True)
+class SegmentRule:
+    """How a document is cut: into segments of ``segment_tokens`` (0: never) from ``minimum_tokens`` on."""
+
+    segment_tokens: int
+    minimum_tokens: int
+
+    def num_segments(self, length: int) -> int:
+        """Return the segments of a document of ``length`` tokens; an empty one has one."""
+        if self.segment_tokens == 0 or length < self.minimum_tokens:
+            return 1
+        return -(-length // self.segment_tokens)
+
+
+def segment_rule(num_value_heads: int, head_dim: int) -> SegmentRule:
+    """Return the rule for a number of heads: segments where heads alone leave processors idle.
+
+    It depends on HV and V, and its use on each document's own length, so neighbours in a pack change no bits.
+    """
+    parts = num_value_heads * (head_dim // 64)
+    if parts >= 128:
+        return SegmentRule(0, 0)
+    return SegmentRule(4096, 16384) if parts >= 64 else SegmentRule(2048, 4096)
 
 
 def resolve_walk(variant: str | None, precision_mode: int) -> str:

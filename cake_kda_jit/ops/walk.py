@@ -6,8 +6,8 @@ import torch
 
 from ..runtime.device import arch_of_device
 from ..runtime.launch import launch
+from .pipeline import address
 from .select import select_walk
-from .values import address
 
 
 def walk(
@@ -36,6 +36,8 @@ def walk(
         "exit": exit_.data_ptr(),
         "num_chains": num_chains,
         "num_value_heads": B.shape[1],
+        "first_head": 0,
+        "num_block_heads": B.shape[1],
         "head_dim": B.shape[2],
         "transpose": int(transpose),
     }

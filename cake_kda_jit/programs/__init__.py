@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 PROGRAM_NAMES = (
-    "chunk_backward",
-    "chunk_forward",
+    "chunk_grad",
+    "chunk_prepare",
+    "chunk_scan",
     "conv_backward",
     "conv_forward",
+    "grad_scan",
+    "pack_tables",
+    "parameter_reduce",
+    "segment_summary",
     "transfer_walk",
 )

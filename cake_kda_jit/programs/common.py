@@ -7,6 +7,8 @@ from ..record import Entry, Limits, Record, make_params
 
 HEAD_DIMS = (64, 128)
 DTYPES = ("bf16", "fp16", "fp32")
+CUDA_PROBLEMS = (("bf16", 64), ("bf16", 128), ("fp16", 128))
+"""The (dtype, K = V) that CUDA records ship for."""
 
 
 def variant_name(dtype: str, head_dim: int) -> str:
@@ -14,29 +16,27 @@ def variant_name(dtype: str, head_dim: int) -> str:
     return f"{dtype}_k{head_dim}"
 
 
-def cpu_attention_record(program: str, entry: Entry, dtype: str, head_dim: int) -> Record:
-    """Return the cpu record of an attention program for one dtype and K = V = ``head_dim``."""
+def cpu_tile_records(program: str, entry: Entry) -> tuple[Record, ...]:
+    """Return the cpu records of a pipeline program, one per dtype and K = V.
+
+    The shipped ones keep their tiles in fp32. The test-only twins keep them in bf16, as the CUDA programs do, so that a
+    CUDA program can be compared with its twin on the very same tiles.
+    """
+    shipped = [_cpu_tile_record(program, entry, dtype, k, "fp32") for dtype in DTYPES for k in HEAD_DIMS]
+    twins = [_cpu_tile_record(program, entry, dtype, k, "bf16") for dtype, k in CUDA_PROBLEMS]
+    return (*shipped, *twins)
+
+
+def _cpu_tile_record(program: str, entry: Entry, dtype: str, head_dim: int, tile_dtype: str) -> Record:
+    is_twin = tile_dtype == "bf16"
     return Record(
         program=program,
-        variant=variant_name(dtype, head_dim),
+        variant=variant_name(dtype, head_dim) + ("_tiles_bf16" if is_twin else ""),
         family="cpu",
-        params=make_params(dtype=dtype, head_dim=head_dim),
+        params=make_params(dtype=dtype, head_dim=head_dim, tile_dtype=tile_dtype),
         archs=CPU_ARCHES,
         template=f"cpu/{program}.cpp.jinja",
         entry=entry,
-        limits=Limits(max_spill_bytes=None),
-    )
-
-
-def cpu_tile_record(program: str, entry: Entry, dtype: str, head_dim: int) -> Record:
-    """Return the cpu record of a pipeline program: tiles are bf16, or fp32 for fp32 inputs."""
-    return Record(
-        program=program,
-        variant=variant_name(dtype, head_dim),
-        family="cpu",
-        params=make_params(dtype=dtype, head_dim=head_dim, tile_dtype="fp32" if dtype == "fp32" else "bf16"),
-        archs=CPU_ARCHES,
-        template=f"cpu/{program}.cpp.jinja",
-        entry=entry,
+        shipped=not is_twin,
         limits=Limits(max_spill_bytes=None),
     )

@@ -15,9 +15,11 @@ FIELDS = (
     Field("initial", "ptr", "[N, HV, K, V] fp32 or null for zeros; transposed: the gradient leaving each chain's end"),
     Field("offsets", "ptr", "[N + 1] int64: first fragment of each chain"),
     Field("entry", "ptr", "[F, HV, K, V] fp32: what enters each fragment, in walking order"),
-    Field("exit", "ptr", "[N, HV, K, V] fp32: what leaves each chain"),
+    Field("exit", "ptr", "[N, HV, K, V] fp32: what leaves each chain; null: not wanted"),
     Field("num_chains", "i64", "N"),
     Field("num_value_heads", "i32", "HV"),
+    Field("first_head", "i32", "first value head walked"),
+    Field("num_block_heads", "i32", "value heads walked; the others are neither read nor written"),
     Field("head_dim", "i32", "K = V: 64 or 128"),
     Field("transpose", "i32", "1: walk from each chain's end with M transposed"),
 )

@@ -194,10 +194,12 @@ def test_expanded_output_gradient():
 def test_last_launches_say_what_ran_and_why():
     problem = make_problem((65, 20))
     run(chunk_kda, problem, output_final_state=True)
-    [launched] = last_launches()
-    assert (launched.program, launched.variant, launched.family) == ("chunk_backward", "bf16_k64", "cpu")
-    assert launched.origin in ("built", "cache") and "bf16, K = V = 64" in launched.reason
-    assert launched.grid == (4, 1, 1)  # two documents, two key heads
+    launched = last_launches()
+    assert [one.program for one in launched] == ["chunk_prepare", "grad_scan", "chunk_grad", "parameter_reduce"]
+    for one in launched[:3]:
+        assert (one.variant, one.family) == ("bf16_k64", "cpu") and "bf16, K = V = 64" in one.reason
+        assert one.origin in ("built", "cache")
+    assert launched[0].grid == (3, 2, 1)  # three chunks, two value heads
 
 
 def test_unknown_keywords_are_refused():

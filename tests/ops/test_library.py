@@ -11,35 +11,27 @@ from cake_kda_jit.bench.problems import make_problem
 assert chunk_kda and causal_conv1d and transfer_walk  # importing them registers the operators
 
 
-@pytest.mark.parametrize("keep_states", [True, False])
+@pytest.mark.parametrize("backward", ["saved", "replay", None])
 @pytest.mark.parametrize("optional", [True, False])
-def test_attention_forward(optional, keep_states):
-    problem = make_problem((40, 0, 25))
-    plan = make_plan(problem.cu_seqlens, num_heads=2, head_dim=64, device="cpu")
+def test_attention_forward(optional, backward):
+    """With gate parameters and states in segments, or with ready inputs; keeping nothing, or for either backward."""
+    problem = make_problem((140, 0, 25))
+    plan = make_plan(problem.cu_seqlens, num_heads=2, head_dim=64, device="cpu", segment_tokens=64 * optional)
     inputs = [tensor[0].requires_grad_() for tensor in problem.inputs.values()]
-    extra = [
-        problem.keywords[name].requires_grad_() if optional else None for name in ("A_log", "dt_bias", "initial_state")
-    ]
+    extra = [None] * 3
     if optional:
-        extra[1] = extra[1].detach().view(2, 64).requires_grad_()
-    form = ("bounded", "sigmoid") if optional else ("ready", "ready")
-    if not optional:
+        A_log, dt_bias, state = (problem.keywords[name] for name in ("A_log", "dt_bias", "initial_state"))
+        extra = [A_log.requires_grad_(), dt_bias.view(2, 64).requires_grad_(), state.requires_grad_()]
+    else:
         inputs[3] = (-inputs[3].detach().float().abs()).requires_grad_()
-    arguments = (
-        *inputs,
-        *extra,
-        plan.cu_seqlens,
-        plan.chunk_offsets,
-        plan.num_chunks,
-        0.125,
-        -5.0,
-        True,
-        *form,
-        None,
-        optional,
-        keep_states,
+    tables = (plan.chunk_table, plan.segment_table, plan.summary_offsets, plan.num_summaries)
+    transforms = (0.125, -5.0, True, *(("bounded", "sigmoid") if optional else ("ready", "ready")))
+    options = (backward or "saved", 64, None, None)
+    arguments = (*inputs, *extra, *tables, *transforms, *options, optional, backward is not None)
+    checks = ("test_schema", "test_faketensor") if backward is None else None
+    torch.library.opcheck(
+        torch.ops.cake_kda_jit.chunk_kda_forward, arguments, **({"test_utils": checks} if checks else {})
     )
-    torch.library.opcheck(torch.ops.cake_kda_jit.chunk_kda_forward, arguments)
 
 
 @pytest.mark.parametrize("with_state", [True, False])

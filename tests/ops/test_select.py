@@ -10,19 +10,19 @@ from cake_kda_jit.ops.select import select_attention, select_walk
 
 
 def test_reason_and_record():
-    chosen = select_attention("chunk_forward", AttentionProblem("x86_64_v3", "bf16", 2, 4, 128), None)
-    assert chosen.record.name == "cpu/chunk_forward__bf16_k128"
+    chosen = select_attention("chunk_prepare", AttentionProblem("x86_64_v3", "bf16", 2, 4, 128), None)
+    assert chosen.record.name == "cpu/chunk_prepare__bf16_k128"
     assert chosen.reason == "bf16, K = V = 128; cpu is the best family of x86_64_v3 that has it"
 
 
 def test_what_no_record_solves_is_refused_with_what_there_is():
-    with pytest.raises(UnsupportedProblemError, match="cpu/chunk_forward__bf16_k64"):
-        select_attention("chunk_forward", AttentionProblem("sm_90a", "bf16", 2, 4, 128), None)
+    with pytest.raises(UnsupportedProblemError, match="cpu/chunk_prepare__bf16_k64"):
+        select_attention("chunk_prepare", AttentionProblem("sm_90a", "bf16", 2, 4, 128), None)
 
 
 def test_a_forced_family_that_cannot_run_raises():
     with pytest.raises(UnsupportedProblemError, match="family 'sm90' cannot run on x86_64_v3; it has cpu"):
-        select_attention("chunk_forward", AttentionProblem("x86_64_v3", "bf16", 2, 4, 128), "sm90")
+        select_attention("chunk_prepare", AttentionProblem("x86_64_v3", "bf16", 2, 4, 128), "sm90")
 
 
 @pytest.mark.parametrize(

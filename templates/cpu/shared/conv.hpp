@@ -7,7 +7,7 @@
 
 namespace {
 
-constexpr int kChannels = 64;  // of one task; fixed, so that bits do not depend on the number of threads
+constexpr int kChannels = 128;  // of one task; fixed, so that bits do not depend on the number of threads
 constexpr int kMaxWidth = 4;
 using Row = float[kChannels];
 
@@ -73,19 +73,19 @@ struct Window {
 // sum[c] = bias[c] + weight[0][c] ext[t][c] + ... + weight[W - 1][c] ext[t + W - 1][c], in this order.
 template <int kWidth>
 inline void convolve(Row& sum, const Taps& taps, Window<kWidth>& ext, int64_t t) {
-  std::copy_n(taps.bias, kChannels, sum);
-  for (int w = 0; w < kWidth; ++w) {
-    const Row& row = ext.at(t + w);
-    for (int c = 0; c < kChannels; ++c) sum[c] += taps.weight[w][c] * row[c];
+  const float* rows[kWidth];
+  for (int w = 0; w < kWidth; ++w) rows[w] = ext.at(t + w);
+  for (int c = 0; c < kChannels; ++c) {
+    float z = taps.bias[c];
+    for (int w = 0; w < kWidth; ++w) z += taps.weight[w][c] * rows[w][c];
+    sum[c] = z;
   }
 }
 
-// e^x within 2 units in the last place, in operations that vectorise: 2^n times a polynomial on |r| <= ln(2) / 2. x is
-// clamped to where the result is a normal number; NaN stays NaN.
-inline float exp_clamped(float x) {
+// e^x for x in [-87, 88], where it is a normal number, within 2 units in the last place: 2^n times a polynomial on
+// |r| <= ln(2) / 2, in operations that vectorise. NaN stays NaN.
+inline float exp_in_range(float x) {
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the lowest bits
-  x = x < -87.0f ? -87.0f : x;
-  x = x > 88.0f ? 88.0f : x;
   const float shifted = x * 1.44269504f + kRound;
   const float n = shifted - kRound;
   const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
@@ -99,17 +99,28 @@ inline float exp_clamped(float x) {
   return p * float_of_bits((bits_of_float(shifted) - bits_of_float(kRound) + 127u) << 23);
 }
 
+// e[c] = exp(-x[c]), x clamped to the range. Loops of their own: a compiler that saw the constants of the clamps beside
+// the polynomial would branch to its values there, and vectorise nothing.
+inline void exp_negative(Row& e, const Row& x) {
+  for (int c = 0; c < kChannels; ++c) e[c] = x[c] > 87.0f ? -87.0f : -x[c];
+  for (int c = 0; c < kChannels; ++c) e[c] = e[c] > 88.0f ? 88.0f : e[c];
+  for (int c = 0; c < kChannels; ++c) e[c] = exp_in_range(e[c]);
+}
+
 // silu(x) = x s with s = 1 / (1 + e), e = exp(-x).
 inline void silu(Row& x) {
-  for (int c = 0; c < kChannels; ++c) x[c] = x[c] * (1.0f / (1.0f + exp_clamped(-x[c])));
+  Row e;
+  exp_negative(e, x);
+  for (int c = 0; c < kChannels; ++c) x[c] = x[c] * (1.0f / (1.0f + e[c]));
 }
 
 // dy silu'(x) in place of dy; silu' = s (1 + x (1 - s)), with 1 - s as e s, which does not cancel.
 inline void silu_backward(Row& dy, const Row& x) {
+  Row e;
+  exp_negative(e, x);
   for (int c = 0; c < kChannels; ++c) {
-    const float e = exp_clamped(-x[c]);
-    const float s = 1.0f / (1.0f + e);
-    dy[c] *= s * (1.0f + x[c] * (e * s));
+    const float s = 1.0f / (1.0f + e[c]);
+    dy[c] *= s * (1.0f + x[c] * (e[c] * s));
   }
 }
 

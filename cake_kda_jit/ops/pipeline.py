@@ -1,0 +1,253 @@
+"""One method per program of the chunk pipeline: tensors in, argument values out, launched on their device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..programs.attention_fields import BETA_FORMS, DTYPE_CODES, GATE_FORMS
+from ..runtime.launch import launch
+from .checks import DTYPE_NAMES
+from .inputs import Inputs, Transforms
+from .problem import CHUNK_TOKENS
+from .select import select_attention, select_plain, select_walk
+from .workspace import HeadBlock
+
+
+def address(tensor: torch.Tensor | None) -> int | None:
+    """Return a tensor's address, None (a null pointer) for an absent tensor."""
+    return None if tensor is None else tensor.data_ptr()
+
+
+def tile_dtype(device: torch.device) -> torch.dtype:
+    """Return the dtype of chunk tiles: fp32 in the cpu family, bf16 on a GPU.
+
+    It is the ``tile_dtype`` of the shipped records, known without choosing one: a traced shape cannot choose.
+    """
+    return torch.float32 if device.type == "cpu" else torch.bfloat16
+
+
+@dataclass
+class Tiles:
+    """Chunk tiles of one head block, ``[HB, chunks, ...]``; None where a tile is not wanted or not read."""
+
+    ke: torch.Tensor | None = None
+    qg: torch.Tensor | None = None
+    kg: torch.Tensor | None = None
+    Aqk: torch.Tensor | None = None
+    Tinv: torch.Tensor | None = None
+    decay_total: torch.Tensor | None = None
+
+    def values(self) -> dict[str, object]:
+        """The values of the argument fields of prepared tiles."""
+        return {name: address(tensor) for name, tensor in vars(self).items()}
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """One packed attention call on its way through the programs.
+
+    ``family`` forces a family, None lets ``select`` choose.
+    """
+
+    inputs: Inputs
+    transforms: Transforms
+    family: str | None
+
+    @property
+    def tile_dtype(self) -> torch.dtype:
+        """The dtype in which the programs keep their tiles."""
+        return tile_dtype(self.inputs.k.device)
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of the pack."""
+        return self.inputs.chunk_table.shape[0]
+
+    def rows(self, block: HeadBlock) -> torch.Tensor:
+        """Return an empty tile tensor ``[HB, chunks, 64, K]``."""
+        return self._tile(block, CHUNK_TOKENS, self.inputs.head_dim)
+
+    def squares(self, block: HeadBlock) -> torch.Tensor:
+        """Return an empty tile tensor ``[HB, chunks, 64, 64]``."""
+        return self._tile(block, CHUNK_TOKENS, CHUNK_TOKENS)
+
+    def states(self, block: HeadBlock) -> torch.Tensor:
+        """Return an empty tile tensor ``[HB, chunks, V, K]``."""
+        return self._tile(block, self.inputs.head_dim, self.inputs.head_dim)
+
+    def totals(self, block: HeadBlock) -> torch.Tensor:
+        """Return an empty fp32 tensor ``[HB, chunks, K]``."""
+        return self._empty((block.count, self.num_chunks, self.inputs.head_dim), torch.float32)
+
+    def summaries(self) -> torch.Tensor:
+        """Return an empty fp32 tensor ``[summary rows, HV, K, K]``."""
+        inputs = self.inputs
+        return self._empty((inputs.num_summaries, inputs.num_value_heads, inputs.head_dim, inputs.head_dim))
+
+    def prepare(self, block: HeadBlock, tiles: Tiles) -> None:
+        """``chunk_prepare``: fill the tiles that are not None."""
+        inputs, transforms = self.inputs, self.transforms
+        self._launch(
+            "chunk_prepare",
+            tiles.values() | self._strided("q", "k", "g", "beta") | self._block(block) | self._gate() | self._beta(),
+            chunk_table=inputs.chunk_table.data_ptr(),
+            num_chunks=self.num_chunks,
+            scale=transforms.scale,
+            use_qk_l2norm=int(transforms.use_qk_l2norm),
+        )
+
+    def scan(
+        self,
+        block: HeadBlock,
+        tiles: Tiles,
+        segment_entry,
+        outputs: dict[str, torch.Tensor | None],
+        checkpoint_tokens: int,
+    ) -> None:
+        """``chunk_scan``: states, v' and o of a block; ``outputs`` are o, final_state, h, v_new, checkpoints."""
+        self._launch(
+            "chunk_scan",
+            tiles.values() | self._strided("v", "beta") | self._tables() | self._block(block) | self._beta(),
+            initial_state=address(self.inputs.initial_state),
+            segment_entry=address(segment_entry),
+            checkpoint_chunks=checkpoint_tokens // CHUNK_TOKENS,
+            **{name: address(tensor) for name, tensor in outputs.items()},
+        )
+
+    def summarize(self, block: HeadBlock, tiles: Tiles, *, M, B, do=None, skip: dict[str, bool]) -> None:
+        """``segment_summary``: M and B of a block's segments, or D in B where ``do`` is given."""
+        self._launch(
+            "segment_summary",
+            tiles.values() | self._strided("v", "beta") | self._tables() | self._block(block) | self._beta(),
+            do_=address(do),
+            do_strides=(0, 0, 0) if do is None else do.stride(),
+            M=address(M),
+            B=address(B),
+            backward=int(do is not None),
+            **{f"skip_{name}": int(value) for name, value in skip.items()},
+        )
+
+    def walk(self, block: HeadBlock, M: torch.Tensor, B: torch.Tensor, initial, *, transpose: bool) -> torch.Tensor:
+        """``transfer_walk`` of a block over each document's segments; returns what enters each."""
+        inputs = self.inputs
+        chosen = select_walk(inputs.problem().arch, None, 0, self.family)
+        entry = torch.empty_like(B)
+        values = {
+            "M": M.data_ptr(),
+            "B": B.data_ptr(),
+            "initial": address(initial),
+            "offsets": inputs.summary_offsets.data_ptr(),
+            "entry": entry.data_ptr(),
+            "exit": None,
+            "num_chains": inputs.num_documents,
+            "num_value_heads": inputs.num_value_heads,
+            "first_head": block.first,
+            "num_block_heads": block.count,
+            "head_dim": inputs.head_dim,
+            "transpose": int(transpose),
+        }
+        launch(chosen.record, chosen.reason, values, B.device)
+        return entry
+
+    def grad_scan(
+        self,
+        block: HeadBlock,
+        tiles: Tiles,
+        do: torch.Tensor,
+        tensors: dict[str, torch.Tensor | None],
+        checkpoint_tokens: int,
+    ) -> None:
+        """``grad_scan``: dS, z, dinitial_state, and h and v' again where checkpoints are given."""
+        self._launch(
+            "grad_scan",
+            tiles.values() | self._strided("v", "beta") | self._tables() | self._block(block) | self._beta(),
+            do_=do.data_ptr(),
+            do_strides=do.stride(),
+            checkpoint_chunks=checkpoint_tokens // CHUNK_TOKENS,
+            **{name: address(tensor) for name, tensor in tensors.items()},
+        )
+
+    def grad(self, block: HeadBlock, do: torch.Tensor, tensors: dict[str, torch.Tensor | None]) -> None:
+        """``chunk_grad``: gradients of a block; ``tensors`` are h, v_new, dS, z, the gradients and the partials."""
+        inputs, transforms = self.inputs, self.transforms
+        self._launch(
+            "chunk_grad",
+            self._strided("q", "k", "v", "g", "beta") | self._block(block) | self._gate() | self._beta(),
+            do_=do.data_ptr(),
+            do_strides=do.stride(),
+            chunk_table=inputs.chunk_table.data_ptr(),
+            num_chunks=self.num_chunks,
+            scale=transforms.scale,
+            use_qk_l2norm=int(transforms.use_qk_l2norm),
+            **{name: address(tensor) for name, tensor in tensors.items()},
+        )
+
+    def reduce_parameters(self, partial_A_log, partial_dt_bias, dA_log, ddt_bias) -> None:
+        """``parameter_reduce``: dA_log and ddt_bias from the chunks' partial sums."""
+        inputs = self.inputs
+        chosen = select_plain("parameter_reduce", "fp32", inputs.problem().arch, self.family)
+        values = {
+            "partial_A_log": address(partial_A_log),
+            "partial_dt_bias": address(partial_dt_bias),
+            "dA_log": address(dA_log),
+            "ddt_bias": address(ddt_bias),
+            "num_chunks": self.num_chunks,
+            "num_value_heads": inputs.num_value_heads,
+            "head_dim": inputs.head_dim,
+        }
+        launch(chosen.record, chosen.reason, values, inputs.k.device)
+
+    def _launch(self, program: str, groups: dict[str, object], **values: object) -> None:
+        chosen = select_attention(program, self.inputs.problem(), self.family)
+        launch(chosen.record, chosen.reason, groups | values, self.inputs.k.device)
+
+    def _tile(self, block: HeadBlock, rows: int, columns: int) -> torch.Tensor:
+        return self._empty((block.count, self.num_chunks, rows, columns), self.tile_dtype)
+
+    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.inputs.k.device)
+
+    def _strided(self, *names: str) -> dict[str, object]:
+        values: dict[str, object] = {}
+        for name in names:
+            tensor = getattr(self.inputs, name)
+            values[name] = address(tensor)
+            rank = 2 if name == "beta" else 3
+            values[name + "_strides"] = (0,) * rank if tensor is None else tensor.stride()
+        return values
+
+    def _tables(self) -> dict[str, object]:
+        inputs = self.inputs
+        return {
+            "chunk_table": inputs.chunk_table.data_ptr(),
+            "segment_table": inputs.segment_table.data_ptr(),
+            "num_chunks": self.num_chunks,
+            "num_segments": inputs.segment_table.shape[0],
+        }
+
+    def _block(self, block: HeadBlock) -> dict[str, object]:
+        inputs = self.inputs
+        return {
+            "num_heads": inputs.num_heads,
+            "num_value_heads": inputs.num_value_heads,
+            "first_head": block.first,
+            "num_block_heads": block.count,
+        }
+
+    def _gate(self) -> dict[str, object]:
+        inputs, transforms = self.inputs, self.transforms
+        return {
+            "A_log": address(inputs.A_log),
+            "dt_bias": address(inputs.dt_bias),
+            "g_dtype": DTYPE_CODES[DTYPE_NAMES[inputs.g.dtype]],
+            "gate_form": GATE_FORMS[transforms.gate_form],
+            "lower_bound": transforms.lower_bound or 0.0,
+        }
+
+    def _beta(self) -> dict[str, object]:
+        return {
+            "beta_dtype": DTYPE_CODES[DTYPE_NAMES[self.inputs.beta.dtype]],
+            "beta_form": BETA_FORMS[self.transforms.beta_form],
+        }

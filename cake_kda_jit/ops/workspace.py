@@ -1,0 +1,46 @@
+"""How much scratch a head block needs, and how heads are cut into blocks. Blocks change memory, never bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..errors import UnsupportedProblemError
+from .problem import CHUNK_TOKENS
+
+DEFAULT_LIMIT = 3_200_000_000
+"""Bytes of scratch where no ``workspace_limit`` is given."""
+
+
+@dataclass(frozen=True)
+class HeadBlock:
+    """Value heads ``[first, first + count)``: whole groups, so that a key head's gradient is summed in one place."""
+
+    first: int
+    count: int
+
+
+def tile_bytes_per_head(num_chunks: int, head_dim: int, element_bytes: int, *, states: int, values: int) -> int:
+    """Return scratch bytes of one value head.
+
+    Counted: ke, qg, kg, Aqk, Tinv and decay totals, beside ``states`` tensors ``[chunks, V, K]`` and ``values`` tensors
+    ``[chunks, 64, V]``.
+    """
+    rows = CHUNK_TOKENS * head_dim * (3 + values)
+    squares = 2 * CHUNK_TOKENS * CHUNK_TOKENS
+    return num_chunks * ((rows + squares + states * head_dim * head_dim) * element_bytes + head_dim * 4)
+
+
+def head_blocks(bytes_per_head: int, num_heads: int, num_value_heads: int, limit: int | None) -> list[HeadBlock]:
+    """Return the fewest blocks of equal whole groups that fit the limit; raises if one group does not."""
+    group = num_value_heads // num_heads
+    groups = (limit or DEFAULT_LIMIT) // max(bytes_per_head * group, 1)
+    if groups < 1:
+        if limit is not None:
+            raise UnsupportedProblemError(
+                f"workspace_limit={limit} bytes is too small: {group} value heads of one key head need "
+                f"{bytes_per_head * group} bytes; raise the limit or split the pack"
+            )
+        groups = 1
+    num_blocks = -(-num_heads // min(groups, num_heads))
+    size = -(-num_heads // num_blocks) * group
+    return [HeadBlock(first, min(size, num_value_heads - first)) for first in range(0, num_value_heads, size)]

@@ -1,0 +1,166 @@
+"""Packs for the convolution programs: inputs, launches into poisoned memory, the FP64 reference with its gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cake_kda_jit.arch import host_arch
+from cake_kda_jit.catalog import registry
+from cake_kda_jit.programs.attention_fields import DTYPE_CODES
+from cake_kda_jit.reference import causal_conv1d_reference
+from cake_kda_jit.runtime.load import get_kernel
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+CODES = {DTYPES[name]: code for name, code in DTYPE_CODES.items()}
+LENGTHS = (0, 1, 64, 2, 0, 3, 5)
+
+# Half a unit in the last place, relative to a number just above a power of two, for what is stored in a narrow dtype.
+ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 0.0}
+# fp32 rounds by 6e-8; a handful of operations on numbers of up to about 8 make at most this much.
+FP32_ERROR = 4e-6
+
+
+@dataclass(frozen=True, eq=False)
+class ConvPack:
+    """One call: x and dy [T, D], weight [D, W], bias [D], states [N, D, W - 1]; None where an input is absent."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    initial_state: Tensor | None
+    dy: Tensor
+    dfinal_state: Tensor | None
+    cu_seqlens: Tensor
+    use_silu: bool = True
+
+    @property
+    def documents(self) -> int:
+        return len(self.cu_seqlens) - 1
+
+
+def make_pack(
+    lengths=LENGTHS, *, channels=70, width=4, dtype=torch.float32, parameter_dtype=None, state_dtype=None, seed=0
+) -> ConvPack:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = sum(lengths)
+
+    def normal(*shape: int, as_dtype: torch.dtype) -> Tensor:
+        return torch.randn(shape, generator=generator).to(as_dtype)
+
+    state = (len(lengths), channels, width - 1)
+    return ConvPack(
+        x=normal(tokens, channels, as_dtype=dtype),
+        weight=normal(channels, width, as_dtype=parameter_dtype or dtype),
+        bias=normal(channels, as_dtype=parameter_dtype or dtype),
+        initial_state=normal(*state, as_dtype=state_dtype or dtype),
+        dy=normal(tokens, channels, as_dtype=dtype),
+        dfinal_state=normal(*state, as_dtype=state_dtype or dtype),
+        cu_seqlens=torch.tensor([0, *lengths]).cumsum(0),
+    )
+
+
+def address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def poisoned(like: Tensor | None) -> Tensor | None:
+    """A contiguous tensor full of NaN."""
+    return None if like is None else torch.full(like.shape, float("nan"), dtype=like.dtype)
+
+
+def shared_values(pack: ConvPack, num_threads: int) -> dict[str, object]:
+    states = [state for state in (pack.initial_state, pack.dfinal_state) if state is not None]
+    return {
+        "x": pack.x.data_ptr(),
+        "weight": pack.weight.data_ptr(),
+        "bias": address(pack.bias),
+        "initial_state": address(pack.initial_state),
+        "cu_seqlens": pack.cu_seqlens.data_ptr(),
+        "x_strides": pack.x.stride(),
+        "num_channels": pack.x.shape[1],
+        "num_documents": pack.documents,
+        "width": pack.weight.shape[1],
+        "use_silu": int(pack.use_silu),
+        "weight_dtype": CODES[pack.weight.dtype],
+        "state_dtype": CODES[states[0].dtype if states else pack.x.dtype],
+        "num_threads": num_threads,
+    }
+
+
+def forward_values(pack: ConvPack, num_threads: int = 2) -> tuple[dict[str, object], dict[str, Tensor]]:
+    """The argument block's values, and poisoned outputs."""
+    outputs = {"y": poisoned(pack.x), "final_state": poisoned(pack.dfinal_state)}
+    return shared_values(pack, num_threads) | {name: address(out) for name, out in outputs.items()}, outputs
+
+
+def backward_values(pack: ConvPack, num_threads: int = 2) -> tuple[dict[str, object], dict[str, Tensor]]:
+    """The argument block's values, and poisoned outputs."""
+    outputs = {
+        "dx": poisoned(pack.x),
+        "dweight": poisoned(pack.weight),
+        "dbias": poisoned(pack.bias),
+        "dinitial_state": poisoned(pack.initial_state),
+    }
+    inputs = {
+        "dy": pack.dy.data_ptr(),
+        "dy_strides": pack.dy.stride(),
+        "dfinal_state": address(pack.dfinal_state),
+    }
+    return shared_values(pack, num_threads) | inputs | {name: address(out) for name, out in outputs.items()}, outputs
+
+
+def launch(program: str, dtype: torch.dtype, values: dict[str, object]) -> None:
+    variant = {found: name for name, found in DTYPES.items()}[dtype]
+    get_kernel(registry().get(program, variant, "cpu"), host_arch()).launch(values)
+
+
+def run_forward(pack: ConvPack, num_threads: int = 2) -> dict[str, Tensor]:
+    values, outputs = forward_values(pack, num_threads)
+    launch("conv_forward", pack.x.dtype, values)
+    return {name: out for name, out in outputs.items() if out is not None}
+
+
+def run_backward(pack: ConvPack, num_threads: int = 2) -> dict[str, Tensor]:
+    values, outputs = backward_values(pack, num_threads)
+    launch("conv_backward", pack.x.dtype, values)
+    return {name: out for name, out in outputs.items() if out is not None}
+
+
+def reference(pack: ConvPack) -> dict[str, Tensor]:
+    """Outputs and gradients of every input that is given, by FP64 autograd."""
+    inputs = {"x": pack.x, "weight": pack.weight, "bias": pack.bias, "initial_state": pack.initial_state}
+    leaves = {name: given.double().requires_grad_() for name, given in inputs.items() if given is not None}
+    y, final_state = causal_conv1d_reference(
+        leaves["x"][None],
+        leaves["weight"],
+        leaves.get("bias"),
+        activation="silu" if pack.use_silu else None,
+        initial_state=leaves.get("initial_state"),
+        cu_seqlens=pack.cu_seqlens,
+    )
+    loss = (y[0] * pack.dy.double()).sum()
+    if pack.dfinal_state is not None:
+        loss = loss + (final_state * pack.dfinal_state.double()).sum()
+    gradients = torch.autograd.grad(loss, leaves.values())
+    return {"y": y[0].detach(), "final_state": final_state.detach()} | {
+        "d" + name: gradient for name, gradient in zip(leaves, gradients)
+    }
+
+
+def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor], pack: ConvPack) -> None:
+    """Every element within its dtype's rounding and fp32's errors; those of sums over tokens grow with their root."""
+    for name, tensor in found.items():
+        summed = name in ("dweight", "dbias")
+        absolute = FP32_ERROR * max(1.0, len(pack.x)) ** 0.5 if summed else FP32_ERROR
+        error = (tensor.double() - expected[name]).abs()
+        allowed = absolute + ROUNDING[tensor.dtype] * expected[name].abs()
+        assert (error <= allowed).all(), (name, (error - allowed).max().item())
+
+
+def assert_equal_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert torch.equal(tensor, expected[name]), name
