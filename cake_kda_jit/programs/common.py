@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..arch import CPU_ARCHES
-from ..record import Entry, Limits, Record, make_params
+from ..arch import CPU_ARCHES, CUDA_ARCHES
+from ..record import Entry, Field, Limits, Record, make_params
 
 HEAD_DIMS = (64, 128)
 DTYPES = ("bf16", "fp16", "fp32")
@@ -39,4 +39,20 @@ def _cpu_tile_record(program: str, entry: Entry, dtype: str, head_dim: int, tile
         entry=entry,
         shipped=not is_twin,
         limits=Limits(max_spill_bytes=None),
+    )
+
+
+def smxx_tile_records(program: str, fields: tuple[Field, ...]) -> tuple[Record, ...]:
+    """Return the shipped smxx records of a pipeline program: tiles are bf16, whatever the dtype of the inputs."""
+    return tuple(
+        Record(
+            program=program,
+            variant=variant_name(dtype, head_dim),
+            family="smxx",
+            params=make_params(dtype=dtype, head_dim=head_dim, tile_dtype="bf16"),
+            archs=CUDA_ARCHES,
+            template=f"smxx/{program}.cu.jinja",
+            entry=Entry(fields),
+        )
+        for dtype, head_dim in CUDA_PROBLEMS
     )
