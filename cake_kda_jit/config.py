@@ -145,6 +145,11 @@ def environment(*, without: tuple[str, ...] = (), **changes: str) -> dict[str, s
     return {**kept, **changes}
 
 
+def set_default(name: str, value: str) -> None:
+    """Set a variable that another library reads, unless the user has set it."""
+    os.environ.setdefault(name, value)
+
+
 def foreign(names: tuple[str, ...]) -> Mapping[str, str]:
     """Return those of ``names`` that the environment sets: for warnings about variables we scrub."""
     return {name: os.environ[name] for name in names if os.environ.get(name)}

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 os.environ.setdefault("CAKE_KDA_JIT_CACHE_DIR", str(Path(__file__).parent / ".cache"))
+# Threads that spin while they wait make a machine that runs anything else several times slower.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def pytest_collection_modifyitems(items):

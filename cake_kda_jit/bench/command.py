@@ -1,0 +1,21 @@
+"""Choose a measurement by the name of its module; each has ``main(argv) -> int``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+MEASUREMENTS = {
+    "walk": "speed of the transfer walk on a CUDA device",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one measurement; returns its exit code, 2 for an unknown name."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv and argv[0] in MEASUREMENTS:
+        return import_module(f"{__package__}.{argv[0]}").main(argv[1:])
+    lines = "\n".join(f"  {name:10s} {what}" for name, what in MEASUREMENTS.items())
+    print(f"usage: cake-kda-jit bench NAME [options]\n\n{lines}", file=sys.stderr)
+    return 0 if argv and argv[0] in ("-h", "--help") else 2

@@ -1,0 +1,166 @@
+"""Time several arms fairly and write what was found: interleaved runs, medians, inputs larger than the cache.
+
+An arm is one way to do the same work. All arms of a case run in turn, once each, ``runs`` times over, so that a change
+of the machine's clocks meets all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+
+import torch
+
+from ..paths import data_dir
+
+FLUSH_BYTES = 256 << 20
+"""Written before a run that must find nothing in the L2 cache: several times the 50 MB of an H200."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to do a case's work: ``run`` launches it, ``engine`` says which implementation really ran.
+
+    ``bytes`` is the memory traffic that it states, 0 if it states none; ``error`` its relative Frobenius error.
+    """
+
+    name: str
+    engine: str
+    run: Callable[[], object]
+    bytes: int = 0
+    error: float | None = None
+
+
+@dataclass(frozen=True)
+class Times:
+    """Milliseconds over ``runs`` runs."""
+
+    median: float
+    min: float
+    max: float
+    runs: int
+
+
+def measure(
+    arms: Sequence[Arm], device: torch.device, *, warmup: int = 3, runs: int = 20, flush: bool = False
+) -> dict[str, Times]:
+    """Return each arm's times in milliseconds, runs interleaved.
+
+    On CUDA by events around each run, elsewhere by the host's clock. ``flush`` empties the L2 cache before each run.
+    """
+    clock = _EventClock(device) if device.type == "cuda" else _HostClock()
+    waste = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device) if flush else None
+    for _ in range(warmup):
+        for arm in arms:
+            arm.run()
+    found: dict[str, list] = {arm.name: [] for arm in arms}
+    for _ in range(runs):
+        for arm in arms:
+            if waste is not None:
+                waste.zero_()
+            found[arm.name].append(clock.time(arm.run))
+    return {name: _times([clock.milliseconds(one) for one in spans]) for name, spans in found.items()}
+
+
+def _times(milliseconds: list[float]) -> Times:
+    return Times(statistics.median(milliseconds), min(milliseconds), max(milliseconds), len(milliseconds))
+
+
+class _HostClock:
+    def time(self, run: Callable[[], object]) -> float:
+        began = time.perf_counter()
+        run()
+        return 1e3 * (time.perf_counter() - began)
+
+    def milliseconds(self, span: float) -> float:
+        return span
+
+
+class _EventClock:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def time(self, run: Callable[[], object]) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        # The device must not run dry between the first event and the launch: it is kept busy meanwhile.
+        torch.cuda._sleep(200_000)
+        first.record()
+        run()
+        last.record()
+        return first, last
+
+    def milliseconds(self, span: tuple[torch.cuda.Event, torch.cuda.Event]) -> float:
+        span[1].synchronize()
+        return span[0].elapsed_time(span[1])
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a report. ``bytes`` and ``error`` are None where they are not known."""
+
+    case: str
+    arm: str
+    engine: str
+    ms: Times
+    bytes: int | None = None
+    error: float | None = None
+
+
+def machine(device: torch.device) -> dict[str, str]:
+    """Return what a number depends on: device, driver, CUDA and torch versions."""
+    driver = Path("/proc/driver/nvidia/version")
+    is_cuda = device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(device) if is_cuda else _processor(),
+        "driver": driver.read_text().splitlines()[0] if is_cuda and driver.exists() else "none",
+        "cuda": torch.version.cuda or "none",
+        "torch": torch.__version__,
+    }
+
+
+def _processor() -> str:
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+    return f"{name}, {torch.get_num_threads()} threads"
+
+
+def commit() -> str:
+    """Return the checkout's commit, "unknown" outside one."""
+    git = data_dir() / ".git"
+    head = git / "HEAD"
+    if not head.is_file():
+        return "unknown"
+    text = head.read_text().strip()
+    reference = git / text.removeprefix("ref: ")
+    if not text.startswith("ref: "):
+        return text
+    return reference.read_text().strip() if reference.is_file() else "unknown"
+
+
+def write_report(path: Path, what: str, script: str, device: torch.device, rows: Sequence[Row]) -> None:
+    """Write rows as ``docs/measurements/*.json`` hold them: schema 1, with machine, commit and date."""
+    report = {
+        "schema": 1,
+        "what": what,
+        "script": script,
+        "commit": commit(),
+        "date": str(date.today()),
+        "machine": machine(device),
+        "rows": [asdict(row) for row in rows],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a Markdown table."""
+    print("| " + " | ".join(header) + " |")
+    print("|---" * len(header) + "|")
+    for row in rows:
+        print("| " + " | ".join(row) + " |")

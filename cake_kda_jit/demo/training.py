@@ -1,0 +1,143 @@
+"""The training loop: one plan per pack, shared by every layer, forward and backward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..ops.plan import Plan, make_plan
+from ..ops.problem import KdaOptions
+from .failures import WrongUse
+from .model import ByteLanguageModel
+from .packing import Pack
+from .settings import HIDDEN_SIZE, Settings
+
+DEFAULT_MAX_THREADS = 2
+
+OnStep = Callable[[float, int], None]
+"""Called after each step with its loss in nats per byte and its tokens."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A pack on the device: inputs and targets ``[1, T]``, and the plan of its documents."""
+
+    inputs: Tensor
+    targets: Tensor
+    plan: Plan
+
+
+def make_trainer(settings: Settings) -> Trainer:
+    """Return a new model on the settings' device, with its optimiser; raises WrongUse if there is no such device.
+
+    Sets the number of threads of torch, and with it that of the cpu kernels.
+    """
+    torch.set_num_threads(settings.threads or min(torch.get_num_threads(), DEFAULT_MAX_THREADS))
+    try:
+        device = torch.device(settings.device)
+        torch.empty(0, device=device)
+    except (AssertionError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise WrongUse(f"device {settings.device!r} cannot be used: {reason}; try --device cpu") from None
+    return Trainer(settings, device)
+
+
+class Trainer:
+    """A model and what it is trained with; everything random follows ``settings.seed``."""
+
+    def __init__(self, settings: Settings, device: torch.device) -> None:
+        torch.manual_seed(settings.seed)
+        self.settings = settings
+        self.device = device
+        self.options = KdaOptions(backward=settings.backward)
+        model = ByteLanguageModel(HIDDEN_SIZE, settings.layers, settings.heads, settings.head_dim)
+        self.model = model.to(self.device)
+        matrices = [p for p in self.model.parameters() if p.dim() > 1]
+        vectors = [p for p in self.model.parameters() if p.dim() <= 1]
+        self.optimizer = torch.optim.AdamW(
+            [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}], betas=(0.9, 0.95)
+        )
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of trained values."""
+        return sum(p.numel() for p in self.model.parameters())
+
+    @property
+    def num_threads(self) -> int:
+        """Threads that torch and the cpu kernels use."""
+        return torch.get_num_threads()
+
+    def load_kernels(self) -> None:
+        """Run every kernel of a step once on a few tokens, so that compiling is over before the training starts."""
+        self._loss(self._batch(Pack(inputs=b"kda", targets=b"da!", cu_seqlens=(0, 2, 3)))).backward()
+        self.optimizer.zero_grad()
+
+    def train(self, packs: Iterator[Pack], on_step: OnStep) -> list[float]:
+        """Take ``settings.steps`` steps, one pack each; returns their losses in nats per byte."""
+        losses = []
+        for step, pack in enumerate(islice(packs, self.settings.steps)):
+            loss = self._loss(self._batch(pack))
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.settings.learning_rate * warmup_then_cosine(step, self.settings.steps)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            losses.append(loss.item())
+            on_step(losses[-1], len(pack.inputs))
+        return losses
+
+    @torch.no_grad()
+    def validate(self, packs: Iterable[Pack]) -> float | None:
+        """Return the mean loss over the packs in nats per byte, None without packs."""
+        total, tokens = 0.0, 0
+        for pack in packs:
+            total += self._loss(self._batch(pack)).item() * len(pack.inputs)
+            tokens += len(pack.inputs)
+        return total / tokens if tokens else None
+
+    @torch.no_grad()
+    def continue_text(self, prompt: bytes, count: int, temperature: float = 0.6) -> bytes:
+        """Append ``count`` bytes to the prompt, each drawn from the model's distribution.
+
+        The whole text is read again for every byte: simple, and quick enough for a line or two.
+        """
+        text = bytearray(prompt)
+        for _ in range(count):
+            batch = self._batch(Pack(bytes(text), bytes(text), (0, len(text))))
+            logits = self.model(batch.inputs, batch.plan, self.options)[0, -1]
+            text.append(int(torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1)))
+        return bytes(text)
+
+    def _batch(self, pack: Pack) -> Batch:
+        inputs, targets = (
+            torch.frombuffer(bytearray(data), dtype=torch.uint8).long().unsqueeze(0).to(self.device)
+            for data in (pack.inputs, pack.targets)
+        )
+        plan = make_plan(
+            torch.tensor(pack.cu_seqlens, dtype=torch.int32),
+            num_heads=self.settings.heads,
+            head_dim=self.settings.head_dim,
+            device=self.device,
+        )
+        return Batch(inputs, targets, plan)
+
+    def _loss(self, batch: Batch) -> Tensor:
+        logits = self.model(batch.inputs, batch.plan, self.options)
+        return functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
+
+
+def warmup_then_cosine(step: int, steps: int) -> float:
+    """Return the factor of the learning rate: up to 1 over the first tenth of the steps, then down to 0.1."""
+    warmup = max(1, steps // 10)
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = (step - warmup) / max(1, steps - warmup)
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * progress))

@@ -1,0 +1,150 @@
+"""The attention layer of Kimi Linear, with the parameter names of its published checkpoints."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import UnsupportedProblemError
+from ..ops.api import chunk_kda
+from ..ops.plan import Plan
+from ..ops.problem import KdaOptions
+from .parts import GatedRMSNorm, ShortConvolution
+
+
+class KimiDeltaAttention(nn.Module):
+    """Kimi Delta Attention as published, ``[B, T, hidden_size]`` to the same shape.
+
+    q, k and v are projections of x, each through its own short convolution. The decay's logits, beta's logits and the
+    output gate come from x directly. The kernels norm q and k and apply the gate and beta's sigmoid themselves.
+
+    H is ``num_heads``, HV ``num_value_heads`` (a multiple of H, default H), K = V = ``head_dim`` (64 or 128). With
+    ``lower_bound`` in [-5, 0) the decay is ``lower_bound * sigmoid(exp(A_log) (f(x) + dt_bias))``, without it
+    ``-exp(A_log) softplus(f(x) + dt_bias)``. ``kernel_dtype`` is the dtype of q, k and v on the kernels; None leaves
+    what the projections give: the module's dtype, or autocast's.
+
+    Parameters are named as in Kimi Linear checkpoints and load from them. ``A_log`` is ``[HV]`` here, and their
+    ``[1, 1, HV, 1]`` is flattened on loading. ``A_log`` and ``dt_bias [HV * K]`` stay fp32 whatever dtype the module
+    is cast to, because bf16 would round a slow decay to none.
+
+    Raises UnsupportedProblemError if HV is not a multiple of H; other limits are those of ``chunk_kda``.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        head_dim: int = 128,
+        num_value_heads: int | None = None,
+        conv_size: int = 4,
+        lower_bound: float | None = None,
+        norm_eps: float = 1e-5,
+        kernel_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        num_value_heads = num_heads if num_value_heads is None else num_value_heads
+        if num_heads < 1 or num_value_heads < 1 or num_value_heads % num_heads:
+            raise UnsupportedProblemError(
+                f"num_heads={num_heads}, num_value_heads={num_value_heads}; num_value_heads must be a multiple of "
+                "num_heads, both at least 1"
+            )
+        self.head_dim = head_dim
+        self.lower_bound = lower_bound
+        self.kernel_dtype = kernel_dtype
+        key_size, value_size = num_heads * head_dim, num_value_heads * head_dim
+
+        self.q_proj = nn.Linear(hidden_size, key_size, bias=False)
+        self.k_proj = nn.Linear(hidden_size, key_size, bias=False)
+        self.v_proj = nn.Linear(hidden_size, value_size, bias=False)
+        self.q_conv1d = ShortConvolution(key_size, conv_size)
+        self.k_conv1d = ShortConvolution(key_size, conv_size)
+        self.v_conv1d = ShortConvolution(value_size, conv_size)
+
+        self.f_a_proj = nn.Linear(hidden_size, head_dim, bias=False)
+        self.f_b_proj = nn.Linear(head_dim, value_size, bias=False)
+        self.A_log = nn.Parameter(torch.empty(num_value_heads, dtype=torch.float32))
+        self.dt_bias = nn.Parameter(torch.empty(value_size, dtype=torch.float32))
+        self.b_proj = nn.Linear(hidden_size, num_value_heads, bias=False)
+
+        self.g_a_proj = nn.Linear(hidden_size, head_dim, bias=False)
+        self.g_b_proj = nn.Linear(head_dim, value_size, bias=False)
+        self.o_norm = GatedRMSNorm(head_dim, norm_eps)
+        self.o_proj = nn.Linear(value_size, hidden_size, bias=False)
+
+        self._reset_gate()
+        self.register_load_state_dict_pre_hook(_flatten_published_A_log)
+
+    @torch.no_grad()
+    def _reset_gate(self) -> None:
+        """Start as published: softplus(dt_bias) from 1e-3 to 0.1, amplitudes of 1 to 16, or of 1 in bounded form."""
+        if self.lower_bound is None:
+            self.A_log.uniform_(1, 16).log_()
+        else:
+            self.A_log.zero_()
+        dt = self.dt_bias.uniform_(math.log(1e-3), math.log(0.1)).exp_().clamp_(min=1e-4)
+        # The inverse of softplus, log(exp(dt) - 1), in a form that keeps its digits for small dt.
+        self.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        cu_seqlens: Tensor | None = None,
+        plan: Plan | None = None,
+        options: KdaOptions | None = None,
+    ) -> Tensor:
+        """Attend within each document of x ``[B, T, hidden_size]``; same shape, dtype of the projections.
+
+        Packed documents (then B = 1) are given by ``cu_seqlens [N + 1]``, or by a ``plan`` of ``make_plan`` that all
+        layers of a step share; without either, each batch row is a document. ``options`` as in ``chunk_kda``.
+        """
+        documents = {"cu_seqlens": cu_seqlens, "plan": plan}
+        q = self.q_conv1d(self._for_kernels(self.q_proj(x)), **documents)
+        k = self.k_conv1d(self._for_kernels(self.k_proj(x)), **documents)
+        v = self.v_conv1d(self._for_kernels(self.v_proj(x)), **documents)
+        decay_logits = self.f_b_proj(self.f_a_proj(x))
+        o, _ = chunk_kda(
+            self._heads(q),
+            self._heads(k),
+            self._heads(v),
+            self._heads(decay_logits),
+            self.b_proj(x),
+            use_qk_l2norm_in_kernel=True,
+            use_gate_in_kernel=True,
+            use_beta_sigmoid_in_kernel=True,
+            lower_bound=self.lower_bound,
+            A_log=self.A_log,
+            dt_bias=self.dt_bias,
+            options=options,
+            **documents,
+        )
+        output_gate = self._heads(self.g_b_proj(self.g_a_proj(x)))
+        return self.o_proj(self.o_norm(o, output_gate).flatten(-2))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim))
+
+    def _for_kernels(self, x: Tensor) -> Tensor:
+        return x if self.kernel_dtype is None else x.to(self.kernel_dtype)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        """Move or cast all tensors, except that the gate's parameters and their gradients are only moved."""
+        fp32_only = [t for p in (self.A_log, self.dt_bias) for t in (p, p.grad) if t is not None]
+
+        def apply(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            if any(tensor is kept for kept in fp32_only) and moved.dtype != torch.float32:
+                return tensor.detach().to(moved.device)
+            return moved
+
+        return super()._apply(apply, recurse)
+
+
+def _flatten_published_A_log(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    key = prefix + "A_log"
+    if key in state_dict:
+        state_dict[key] = state_dict[key].flatten()
