@@ -1,7 +1,7 @@
 """``transfer_walk``: carry the state through affine summaries, S_in[f+1] = M_f S_in[f] + B_f, at FP32 accuracy.
 
 Tensor cores multiply bf16 or TF32 numbers, so each fp32 operand is split into parts whose products are summed:
-``terms`` lists the (M part, S part) pairs, smallest first. One library holds K = V = 64 and 128.
+``templates/macros/split_products.jinja`` lists the pairs, smallest first. One library holds K = V = 64 and 128.
 """
 
 from __future__ import annotations

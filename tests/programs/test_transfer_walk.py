@@ -238,16 +238,18 @@ CUDA_VALUES = {
 
 
 @pytest.mark.parametrize(
-    ("changes", "ctas"),
+    ("changes", "grid"),
     [
-        ({}, 420_000),
-        ({"head_dim": 64}, 210_000),
-        ({"num_chains": 0, "offsets": None, "exit": None}, 0),
-        ({"M": None, "B": None, "entry": None, "initial": None}, 420_000),
+        ({}, (140_000, 3, 1)),
+        ({"head_dim": 64}, (70_000, 3, 1)),
+        ({"first_head": 1, "num_block_heads": 2}, (140_000, 2, 1)),
+        ({"num_chains": 0, "offsets": None, "exit": None}, (0, 3, 1)),
+        ({"M": None, "B": None, "entry": None, "initial": None}, (140_000, 3, 1)),
     ],
 )
-def test_cuda_grid(cuda_kernel, changes, ctas):
-    assert cuda_kernel.grid(cuda_kernel.record.entry.pack(CUDA_VALUES | changes)) == (ctas, 1, 1)
+def test_cuda_grid(cuda_kernel, changes, grid):
+    """Value blocks and chains in x, which goes to 2^31 - 1; heads in y, which stops at 65,535."""
+    assert cuda_kernel.grid(cuda_kernel.record.entry.pack(CUDA_VALUES | changes)) == grid
 
 
 @pytest.mark.parametrize(
@@ -256,9 +258,12 @@ def test_cuda_grid(cuda_kernel, changes, ctas):
         ({"num_value_heads": 0}, "num_value_heads is 0"),
         ({"head_dim": 32}, "head_dim is 32"),
         ({"transpose": -1}, "transpose is -1"),
-        ({"num_chains": 2**30}, "num_chains is 1073741824 with 3 heads"),
+        ({"num_chains": 2**30}, "num_chains is 1073741824; give 0 to 1073741823"),
+        ({"num_block_heads": 4}, "heads 0 to 3 are asked for; there are 3"),
+        ({"first_head": -1}, "heads -1 to 1 are asked for; there are 3"),
+        ({"num_value_heads": 65_536, "num_block_heads": 65_536}, "num_block_heads is 65536; a grid has at most 65535"),
         ({"offsets": None}, "offsets is null"),
-        ({"exit": None}, "exit is"),
+        ({"exit": 0x1008}, "exit is 0x1008; .* multiple of 16"),
         ({"initial": 0x1008}, "initial is 0x1008; .* multiple of 16"),
         ({"M": None}, "M is"),
         ({"B": 0x1004}, "B is 0x1004"),

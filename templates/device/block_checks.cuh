@@ -1,0 +1,65 @@
+// What the programs with one task per (chunk, value head) refuse. The chunk table stands in device memory, so nothing
+// here can look into it before the launch. Included after args.jinja and beta_value.cuh.
+#include <cstdint>
+#include <initializer_list>
+
+namespace {
+
+struct Named {
+  const char* name;
+  const void* tensor;
+};
+
+// Refuses what a kernel cannot read or write in 16-byte pieces; where `needed`, also null.
+Status check_tensors(bool needed, std::initializer_list<Named> tensors) {
+  for (const Named& named : tensors) {
+    if (needed && !named.tensor) return fail(kBadArgument, "%s is null; this pack needs it", named.name);
+    if (reinterpret_cast<uintptr_t>(named.tensor) % 16 != 0) {
+      return fail(kBadArgument, "%s is %p; give a tensor whose address is a multiple of 16", named.name, named.tensor);
+    }
+  }
+  return kOk;
+}
+
+Status check_head_block(const Args& args) {
+  if (args.num_heads < 1) return fail(kBadArgument, "num_heads is %d; it must be at least 1", args.num_heads);
+  if (args.num_value_heads < 1 || args.num_value_heads % args.num_heads != 0) {
+    return fail(kBadArgument, "num_value_heads is %d; it must be a positive multiple of num_heads, which is %d",
+                args.num_value_heads, args.num_heads);
+  }
+  const int group = args.num_value_heads / args.num_heads;
+  if (args.first_head < 0 || args.num_block_heads < 1 ||
+      args.first_head > args.num_value_heads - args.num_block_heads) {
+    return fail(kBadArgument, "the head block is [%d, %d + %d); it must be part of the %d value heads, and not empty",
+                args.first_head, args.first_head, args.num_block_heads, args.num_value_heads);
+  }
+  if (args.first_head % group != 0 || args.num_block_heads % group != 0) {
+    return fail(kBadArgument, "the head block is [%d, %d + %d); it must hold whole groups of %d value heads",
+                args.first_head, args.first_head, args.num_block_heads, group);
+  }
+  return kOk;
+}
+
+Status check_beta(const Args& args) {
+  if (args.beta_dtype < kBf16 || args.beta_dtype > kFp32) {
+    return fail(kBadArgument, "beta_dtype is %d; use 0 (bf16), 1 (fp16) or 2 (fp32)", args.beta_dtype);
+  }
+  if (args.beta_form < kBetaReady || args.beta_form > kBetaTwiceSigmoid) {
+    return fail(kBadArgument, "beta_form is %d; use 0 (ready), 1 (sigmoid) or 2 (twice sigmoid)", args.beta_form);
+  }
+  return kOk;
+}
+
+Status check_chunks(const Args& args) {
+  constexpr int64_t kMaxCtas = 0x7fffffff;
+  if (args.num_chunks < 0) {
+    return fail(kBadArgument, "num_chunks is %lld; it must not be negative", static_cast<long long>(args.num_chunks));
+  }
+  if (args.num_chunks > kMaxCtas / args.num_block_heads) {
+    return fail(kBadArgument, "num_chunks is %lld with %d heads; at most 2^31 - 1 CTAs fit a grid",
+                static_cast<long long>(args.num_chunks), args.num_block_heads);
+  }
+  return check_tensors(args.num_chunks > 0, {Named{"chunk_table", args.chunk_table}});
+}
+
+}  // namespace

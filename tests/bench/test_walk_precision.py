@@ -1,0 +1,85 @@
+"""The walk's error table: the published figures within a factor of 2, and errors that do not grow with the count."""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+
+import pytest
+import torch
+
+from cake_kda_jit import transfer_walk
+from cake_kda_jit.bench import walk_precision
+from cake_kda_jit.bench.walk_precision import CASES, FORMS, make_summaries, walk_errors
+from cake_kda_jit.programs import transfer_walk as program
+
+# After 64 near-identity segments, as docs/mathematics.md states them for truncating accumulation.
+PUBLISHED = {
+    "bf16x3_hw64": 3.1e-7,
+    "bf16x3": 3.1e-7,
+    "tf32_hilo": 8e-7,
+    "tf32_hilo_three_mma": 8e-7,
+    "tf32_hilo_plain_tf32": 3e-4,
+}
+# For any kind of summaries and any number of segments.
+BOUNDS = {
+    "bf16x3_hw64": 5e-7,
+    "bf16x3": 5e-7,
+    "tf32_hilo": 1e-6,
+    "tf32_hilo_three_mma": 1e-6,
+    "tf32_hilo_plain_tf32": 5e-4,
+}
+
+
+@cache
+def summaries_of(case: str):
+    return make_summaries(CASES[case], 256, heads=1, head_dim=64)
+
+
+def test_the_forms_are_those_of_the_program():
+    assert set(FORMS) == set(program.FORMS) == set(PUBLISHED) == set(BOUNDS)
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_near_identity_segments_reproduce_the_table(form, transpose):
+    errors = walk_errors(form, *summaries_of("near identity"), transpose=transpose)
+    assert PUBLISHED[form] / 2 < errors[64] < 2 * PUBLISHED[form]
+    assert max(errors.values()) <= BOUNDS[form]
+    assert errors[256] < 1.2 * errors[16], "the error grows with the number of segments"
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("case", [case for case in CASES if case != "near identity"])
+@pytest.mark.parametrize("form", FORMS)
+def test_other_summaries_stay_within_the_bounds(form, case, transpose):
+    segments = 256 if form == "bf16x3_hw64" else 64
+    M, B = (tensor[:segments] for tensor in summaries_of(case))
+    errors = walk_errors(form, M, B, transpose=transpose)
+    assert max(errors.values()) <= BOUNDS[form]
+    assert errors[segments] < 1.2 * max(errors[1], errors[4]), "the error grows with the number of segments"
+
+
+def test_the_summaries_are_what_their_names_say():
+    norms = {case: torch.linalg.matrix_norm(summaries_of(case)[0][:4].double(), ord=2).max().item() for case in CASES}
+    assert 0.95 < norms["near identity"] < 1.0
+    assert 0.1 < norms["weak gates"] < 0.9 and 0.1 < norms["correlated keys"] < 0.9
+    assert 1e-4 < norms["strong gates"] < 0.1
+
+
+def test_half_width_has_the_bits_of_full_width():
+    M, B = make_summaries(CASES["near identity"], 16, heads=2, head_dim=128)
+    initial = torch.randn(2, 2, 128, 128, generator=torch.Generator().manual_seed(3))
+    results = [transfer_walk(M, B, initial, torch.tensor([0, 5, 16]), **FORMS[n]) for n in ("bf16x3_hw64", "bf16x3")]
+    for narrow, full in zip(*results):
+        assert torch.equal(narrow, full)
+
+
+def test_the_script_prints_a_table(monkeypatch, capsys):
+    monkeypatch.setattr(walk_precision, "COUNTS", (1, 4))
+    monkeypatch.setattr(sys, "argv", ["walk_precision", "--head-dim", "64"])
+    walk_precision.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("K = V = 64, 1 head(s), segments of 32 tokens; ")
+    rows = [line for line in lines if line.startswith("| ") and "`" in line]
+    assert len(rows) == len(CASES) * len(FORMS) and all(row.count("|") == 5 for row in rows)

@@ -1,0 +1,78 @@
+"""Launches of a CUDA record and of its cpu twin on the same values, so that their outputs can be compared."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import import_module
+
+import torch
+from torch import Tensor
+
+from cake_kda_jit.bench.problems import relative_error
+from cake_kda_jit.record import Record
+from cake_kda_jit.runtime.device import arch_of_device
+from cake_kda_jit.runtime.load import get_kernel
+
+from ..programs.pipeline import Pack, launch, make_tables, record_of
+
+VARIANTS = ("bf16_k64", "bf16_k128", "fp16_k128")
+
+
+def device_record(program: str, variant: str) -> Record:
+    """The smxx record whose cpu twin is called ``variant``."""
+    records = import_module(f"cake_kda_jit.programs.{program}").PROGRAM.records
+    name = variant.removesuffix("_tiles_bf16")
+    return next(record for record in records if record.variant == name and record.family == "smxx")
+
+
+def on_device(tensor: Tensor) -> Tensor:
+    """The tensor with its strides, and with what its memory holds between its elements."""
+    memory = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage()).cuda()
+    return memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def launch_on_device(program: str, variant: str, values: dict[str, object], outputs: dict[str, Tensor]) -> None:
+    """Launch the smxx record with copies of the tensors; the outputs come back in place."""
+    record = device_record(program, variant)
+    moved = {name: on_device(value) if isinstance(value, Tensor) else value for name, value in values.items()}
+    fields = {field.name for field in record.entry.fields}
+    addresses = {
+        name: value.data_ptr() if isinstance(value, Tensor) else value
+        for name, value in moved.items()
+        if name in fields
+    }
+    get_kernel(record, arch_of_device(torch.device("cuda", 0))).launch(addresses)
+    torch.cuda.synchronize()
+    for name, output in outputs.items():
+        if values[name] is not None:
+            output.copy_(moved[name])
+
+
+def launch_twin(program: str, variant: str, values: dict[str, object], outputs: dict[str, Tensor]) -> None:
+    """Launch the cpu record that has the same tiles."""
+    launch(record_of(program, variant), values)
+
+
+def document_of(pack: Pack, document: int) -> Pack:
+    """One document of an uncut pack, alone."""
+    boundaries = pack.boundaries()
+    rows = slice(boundaries[document], boundaries[document + 1])
+    own = {name: getattr(pack, name)[rows] for name in ("q", "k", "v", "g", "beta", "do")}
+    lengths = (pack.lengths[document],)
+    initial_state = pack.initial_state[document : document + 1]
+    return replace(pack, **own, lengths=lengths, tables=make_tables(lengths), initial_state=initial_state)
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The tensor's elements as integers: NaN equals itself, and 0 does not equal -0."""
+    return tensor.view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
+
+
+def assert_close(name: str, found: Tensor, expected: Tensor, tolerance: float) -> None:
+    """NaN in the same places, and every matrix of the last two dimensions within a relative error."""
+    assert torch.equal(found.isnan(), expected.isnan()), f"{name}: other elements were written"
+    found, expected = (x.double().nan_to_num().reshape(-1, *x.shape[-2:]) for x in (found, expected))
+    scale = expected.norm() / max(1, len(expected)) ** 0.5
+    for index, (one, other) in enumerate(zip(found, expected)):
+        error = (one - other).norm() / torch.maximum(other.norm(), scale).clamp_min(1e-30)
+        assert error <= tolerance, (name, index, error.item(), relative_error(found, expected))
