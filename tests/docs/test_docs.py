@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -72,6 +74,14 @@ def test_python_blocks_run(path, tmp_path, monkeypatch):
     names: dict[str, object] = {"__name__": "docs"}
     for line, text in code_blocks(path):
         exec(compile("\n" * (line - 1) + text, str(path), "exec"), names)
+
+
+@pytest.mark.parametrize("path", sorted((DOCS / "examples").glob("*.py")), ids=name_of)
+def test_examples_run(path):
+    run = subprocess.run([sys.executable, str(path)], cwd=ROOT, check=True, capture_output=True, text=True, timeout=300,
+                         env=config.environment(PYTHONPATH=str(ROOT)))
+    errors = [float(value) for value in re.findall(r"error (\S+)", run.stdout)]
+    assert len(errors) == 3 and max(errors) < 1e-6, run.stdout
 
 
 def test_the_readme_has_the_two_commands():
