@@ -12,10 +12,15 @@ from ..errors import CakeKdaError, ConfigError
 
 # verb -> what it does. A verb's module has its name; a verb's own options stand there.
 VERBS = {
-    "list": "list all kernel records",
+    "doctor": "test compilers, cache and settings of this machine, and say what to do",
+    "list": "list all kernel records, and for which targets they are built",
     "render": "print the source of a record for a target",
+    "prebuild": "compile a manifest's records into a directory or into wheels",
     "manifest": "write build.json and build.test.json, or check that they are current",
-    "prebuild": "compile a manifest's records into a directory",
+    "why": "say what a kernel's build would use, and which field of its key differs from the nearest entry",
+    "cache": "list, bound, verify or empty the cache of compiled kernels",
+    "report": "show registers, spills, shared memory and compile seconds of compiled kernels",
+    "toolchain": "list the compilers found, or install nvcc from Python packages",
     "env": "show every environment variable, its value and its default",
     "demo": "train a small language model on packed documents",
 }
@@ -52,6 +57,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of a pipe has seen enough; nothing may be flushed to it any more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        where = f": {error.filename}" if error.filename else ""
+        print(f"cake-kda-jit {arguments.verb}: {error.strerror or error}{where}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print(f"cake-kda-jit {arguments.verb}: interrupted", file=sys.stderr)
         return 1

@@ -23,7 +23,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 def add_record(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that name a record and a target."""
-    parser.add_argument("program", help="e.g. chunk_forward")
+    parser.add_argument("program", help="e.g. chunk_scan")
     parser.add_argument("variant", help="e.g. bf16_k128")
     parser.add_argument("--arch", required=True, help="the target, e.g. x86_64_v3 or sm_90a")
     parser.add_argument("--family", choices=FAMILIES, help="default: the target's best that has the variant")

@@ -7,26 +7,26 @@ from __future__ import annotations
 
 import errno
 import shlex
-import shutil
-import tempfile
 import time
 import warnings
 from pathlib import Path
 
 from .. import config
 from ..arch import Arch
-from ..codegen.render import render
-from ..errors import BuildError, DiskFull, RenderError
+from ..errors import BuildError, CacheNotWritable, DiskFull, RenderError
 from ..record import Record
-from . import cache, failures, lookup, ninja, publish
+from . import cache, failures, gc, lookup, ninja, publish
 from .artifact import Artifact, library_name
+from .check import check_target
 from .diagnose import failure
-from .flags import check_target, command_line, extra_flags
+from .flags import command_line, extra_flags
 from .key import source_key
 from .lock import build_lock
 from .progress import say, step
+from .rendering import render_for_build
 from .request import Request
-from .roots import VERSION_DIR, get_writable_root
+from .roots import get_writable_root
+from .staging import staging_directory
 from .toolchain import NVCC_FLAG_VARIABLES
 
 
@@ -48,7 +48,7 @@ def compile_into_cache(found: lookup.Search) -> Artifact:
     """Compile what a look-up did not find, into the user cache; one process compiles, the others wait and load."""
     if found.toolchain is None:
         raise found.toolchain_error
-    check_target(found.arch, found.toolchain)
+    check_target(found.arch, found.toolchain, extra_flags())
     root = get_writable_root()
     name = cache.entry_name(found.record, lookup.get_build_key(found))
     try:
@@ -58,52 +58,59 @@ def compile_into_cache(found: lookup.Search) -> Artifact:
             failures.raise_remembered(root, name, found.build_key)
             return _compile(root, name, _request(found))
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        typed = _typed(error, root)
+        if typed is None:
             raise
-        raise DiskFull(
+        raise typed from error
+
+
+def _typed(error: OSError, root: Path) -> BuildError | None:
+    """Return what a failure of the cache's file system is, or None."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return DiskFull(
             f"the disk of the kernel cache {root} is full ({error.strerror})",
             hint="free space, or set CAKE_KDA_JIT_CACHE_DIR to another file system",
-        ) from error
+        )
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return CacheNotWritable(
+            f"a part of the kernel cache {root} cannot be written: {error.strerror}: {error.filename}",
+            hint="does another user own it? Set CAKE_KDA_JIT_CACHE_DIR to a directory of your own",
+        )
+    return None
 
 
 def _request(found: lookup.Search) -> Request:
-    source = render(found.record, found.arch)
+    source, rendering = render_for_build(found.record, found.arch)
     if source_key(found.record, found.arch.name, source.digest) != found.source_key:
         raise RenderError(f"the templates of {found.record.name} changed during its build", hint="call again")
-    return Request(
-        found.record, found.arch, source, found.toolchain, found.flags, extra_flags(), found.source_key, found.build_key
-    )
+    keys = found.source_key, found.build_key
+    return Request(found.record, found.arch, source, rendering, found.toolchain, found.flags, extra_flags(), *keys)
 
 
 def _compile(root: Path, name: str, request: Request) -> Artifact:
-    staging = _make_staging(root, name)
     place = failures.failed_place(root, name)
-    try:
-        _prepare(request, staging)
-        began = time.monotonic()
-        with step(f"compiling {request.record.symbol} for {request.arch.name}"):
-            log = _run(request, staging, place)
-            library = publish.validate(request, staging, place)
-        publish.describe(request, staging, library, log, round(time.monotonic() - began, 3), place)
-    except BaseException as error:
-        if isinstance(error, BuildError):
-            failures.keep_failure(root, name, request.build_key, staging, error)
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
-    artifact = publish.publish(root, request, staging)
-    if artifact.directory != staging:
-        shutil.rmtree(staging, ignore_errors=True)
-        shutil.rmtree(failures.failed_directory(root, name), ignore_errors=True)
+    with staging_directory(root, name) as staging:
+        try:
+            artifact = _compile_in(staging.directory, root, request, place)
+        except BuildError as error:
+            failures.keep_failure(root, name, request.build_key, staging.directory, error)
+            raise
+        if artifact.directory == staging.directory:
+            staging.keep()
+        else:
+            failures.forget_failure(root, name)
+    gc.collect_quietly(root)
     return artifact
 
 
-def _make_staging(root: Path, name: str) -> Path:
-    parent = root / VERSION_DIR / ".staging"
-    parent.mkdir(parents=True, exist_ok=True)
-    # mkdtemp makes it private; an entry is readable to whom the umask of the cache's own directory allows.
-    staging = Path(tempfile.mkdtemp(prefix=f"{name}.", dir=parent))
-    staging.chmod(parent.stat().st_mode & 0o777)
-    return staging
+def _compile_in(staging: Path, root: Path, request: Request, place: failures.Place) -> Artifact:
+    _prepare(request, staging)
+    began = time.monotonic()
+    with step(f"compiling {request.record.symbol} for {request.arch.name}"):
+        log = _run(request, staging, place)
+        library = publish.validate(request, staging, place)
+    publish.describe(request, staging, library, log, round(time.monotonic() - began, 3), place)
+    return publish.publish(root, request, staging)
 
 
 def _prepare(request: Request, staging: Path) -> None:

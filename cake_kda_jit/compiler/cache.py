@@ -23,6 +23,7 @@ from .artifact import DEPENDENCIES, PROVENANCE, Artifact
 from .key import KEY_LENGTH, SCHEMA, file_digest
 from .memo import stat_of
 from .roots import VERSION_DIR
+from .usage import hold
 
 
 class EntryFault(Exception):
@@ -96,10 +97,16 @@ def open_entry(directory: Path, record: Record, arch: str, *, origin: str, reaso
     if dependencies:
         check_dependencies(directory, provenance)
     library = directory / provenance["library"]["name"]
-    check_library(library, provenance["library"]["size"], provenance["library"]["sha256"])
-    return Artifact(
-        record, arch, library, directory, origin, provenance["source_key"], provenance["build_key"], provenance, reason
-    )
+    keys = provenance["source_key"], provenance["build_key"]
+    artifact = Artifact(record, arch, library, directory, origin, *keys, provenance, reason)
+    try:
+        hold(artifact)  # before it is verified, so that it cannot be removed between this and its loading
+    except FileNotFoundError:
+        if directory.is_dir():
+            raise EntryFault("library is missing") from None
+        raise
+    check_library(library, artifact.size, artifact.sha256)
+    return artifact
 
 
 def candidates(root: Path, record: Record, arch: str) -> Iterator[Path]:
@@ -121,18 +128,23 @@ def quarantine(root: Path, directory: Path, fault: EntryFault) -> None:
 
     Without the lock, one process would move away what another has just built in its place.
     """
+    moved = move_to_quarantine(root, directory, fault)
+    # A changed header is the ordinary life of a toolchain; damage is worth a word.
+    if not isinstance(fault, StaleEntry):
+        warnings.warn(f"kernel cache entry {directory} is unusable: {fault}; {moved}", RuntimeWarning, stacklevel=2)
+
+
+def move_to_quarantine(root: Path, directory: Path, fault: EntryFault) -> str:
+    """Move an entry to quarantine with the reason beside it; returns what was done."""
     place = root / VERSION_DIR / ".quarantine"
     target = place / f"{directory.name}.{time.time_ns()}"
     try:
         place.mkdir(parents=True, exist_ok=True)
         os.rename(directory, target)
         (target / "reason.txt").write_text(f"{fault}\n", encoding="utf-8")
-        moved = f"moved to {target}"
     except OSError as error:
-        moved = f"it cannot be moved away ({error.strerror})"
-    # A changed header is the ordinary life of a toolchain; damage is worth a word.
-    if not isinstance(fault, StaleEntry):
-        warnings.warn(f"kernel cache entry {directory} is unusable: {fault}; {moved}", RuntimeWarning, stacklevel=2)
+        return f"it cannot be moved away ({error.strerror})"
+    return f"moved to {target}"
 
 
 def verify_artifact(artifact: Artifact) -> None:

@@ -24,7 +24,27 @@ _ERROR_LINE = re.compile(
     r"|cannot find |: not found|died due to signal|Killed|No space left",
 )  # fmt: skip
 _NOISE = re.compile(r"^(FAILED:|ninja: |\[\d+/\d+\])|collect2: error|ld returned \d+ exit status")
-_KILLED = re.compile(r"Killed signal|signal 9\b|\bKilled\b|code=137\]|out of memory|memory exhausted|bad_alloc", re.I)
+_KILLED = re.compile(
+    r"Killed signal|signal 9\b|\bKilled\b|code=137\]|out of memory|memory exhausted|bad_alloc|Cannot allocate memory",
+    re.I,
+)
+# What the first error tells of the machine rather than of the source: (pattern, what to do).
+_HINTS = (
+    (r"nv/target", "the CUDA headers are incomplete: install nvidia-cuda-cccl of nvcc's release"),
+    (r"(cuda\w*|crt/\w+|device_\w+|vector_types)\.h(pp)?: No such file", "nvcc's headers are missing: install the CUDA "
+     "runtime's development files of nvcc's release, or run `python -m cake_kda_jit toolchain install`"),
+    (r"(cannot find|No such file).*cudart", "the CUDA runtime's libcudart_static.a is missing: install it in nvcc's "
+     "release, or run `python -m cake_kda_jit toolchain install`"),
+    (r"(cicc|ptxas|cudafe\+\+|libdevice\S*).*(not found|No such file)|cannot find libdevice",
+     "parts of nvcc are missing: reinstall it, or run `python -m cake_kda_jit toolchain install`"),
+    (r"cc1plus.*(No such file|not found)|cannot execute .cc1plus", "the host compiler has no C++ part: install g++"),
+    (r"died due to signal", "a part of nvcc crashed: another release may not; set CAKE_KDA_JIT_NVCC"),
+    (r"(fatal error: |cannot open source file )[^ ]*std|bits/c\+\+config\.h", "the C++ standard headers are missing: "
+     "install libstdc++'s development files"),
+    (r"Permission denied", "a file or directory of the compiler or of the cache cannot be used by this user"),
+    (r"CAKE_KDA_JIT_EXTRA_FLAGS|unrecognized (command-line )?option|Unknown option", "does CAKE_KDA_JIT_EXTRA_FLAGS "
+     "hold flags of another compiler?"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -74,11 +94,19 @@ def failure(record: Record, arch: Arch, status: int | None, log: str, place: Pla
         )
     if re.search(r"[Uu]nsupported gpu architecture|not defined for option 'gpu-(architecture|name)'", log):
         return UnsupportedArch(
-            f"this nvcc does not know {arch.name}", hint="set CAKE_KDA_JIT_NVCC to a newer one", **parts
+            f"compiling {what} failed: this nvcc does not know the target",
+            hint="set CAKE_KDA_JIT_NVCC to a newer one, or run `python -m cake_kda_jit toolchain install`",
+            **parts,
         )
-    return CompileError(
-        f"compiling {what} failed", hint="the log holds all messages; repeat the command to debug it", **parts
-    )
+    return CompileError(f"compiling {what} failed", hint=_hint(log), **parts)
+
+
+def _hint(log: str) -> str:
+    text = first_error(log) or ""
+    for pattern, hint in _HINTS:
+        if re.search(pattern, text):
+            return hint
+    return "the log holds all messages; repeat the command to debug it"
 
 
 _FUNCTION = re.compile(r"Compiling entry function '([^']+)'")
@@ -104,14 +132,27 @@ def resources(log: str) -> list[dict[str, Any]]:
     return kernels
 
 
+def short_name(symbol: str) -> str:
+    """Return the last identifier of a mangled C++ name, or the name itself."""
+    if not symbol.startswith("_Z"):
+        return symbol
+    names, rest = [], symbol[2:].lstrip("NLS")
+    while match := re.match(r"(\d+)", rest):
+        start, length = match.end(), int(match.group(1))
+        names.append(rest[start : start + length])
+        rest = rest[start + length :]
+    return names[-1] if names else symbol
+
+
 def check_limits(record: Record, arch: Arch, kernels: list[dict[str, Any]], place: Place) -> None:
     """Raise SpillLimitExceeded when a kernel uses more than its record allows."""
     limits = record.limits
     for kernel in kernels:
+        name = short_name(kernel["function"])
         spilled = kernel["spill_store_bytes"] + kernel["spill_load_bytes"]
         if limits.max_spill_bytes is not None and spilled > limits.max_spill_bytes:
             raise SpillLimitExceeded(
-                f"{record.name} for {arch.name}: {kernel['function']} spills {kernel['spill_store_bytes']} bytes of "
+                f"{record.name} for {arch.name}: {name} spills {kernel['spill_store_bytes']} bytes of "
                 f"stores and {kernel['spill_load_bytes']} of loads; the record allows {limits.max_spill_bytes} in all",
                 hint="another nvcc may allocate otherwise; the record's limits stand in its program module",
                 log=place.log,
@@ -119,7 +160,7 @@ def check_limits(record: Record, arch: Arch, kernels: list[dict[str, Any]], plac
             )
         if limits.max_registers is not None and kernel["registers"] > limits.max_registers:
             raise SpillLimitExceeded(
-                f"{record.name} for {arch.name}: {kernel['function']} uses {kernel['registers']} registers; the record "
+                f"{record.name} for {arch.name}: {name} uses {kernel['registers']} registers; the record "
                 f"allows {limits.max_registers}",
                 hint="another nvcc may allocate otherwise; the record's limits stand in its program module",
                 log=place.log,

@@ -49,6 +49,11 @@ def keep_failure(root: Path, name: str, build_key: str, staging: Path, error: Bu
         os.rename(staging, directory)
 
 
+def forget_failure(root: Path, name: str) -> None:
+    """Remove what was kept of an entry's failed build, now that it has been built."""
+    shutil.rmtree(failed_directory(root, name), ignore_errors=True)
+
+
 def raise_remembered(root: Path, name: str, build_key: str) -> None:
     """Raise the error of the same build if it failed within the last ten minutes."""
     path = failed_directory(root, name) / _FILE

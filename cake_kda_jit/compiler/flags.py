@@ -6,6 +6,7 @@ import shlex
 
 from .. import config
 from ..arch import Arch
+from ..errors import ConfigError
 from ..record import Record
 from .artifact import library_name
 from .request import Request
@@ -15,8 +16,14 @@ DEPFILE = "dependencies.d"
 
 
 def extra_flags() -> tuple[str, ...]:
-    """Return ``CAKE_KDA_JIT_EXTRA_FLAGS``, split as a shell would."""
-    return tuple(shlex.split(config.read("EXTRA_FLAGS")))
+    """Return ``CAKE_KDA_JIT_EXTRA_FLAGS``, split as a shell would; raises ConfigError if a quote is not closed."""
+    text = config.read("EXTRA_FLAGS")
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise ConfigError(
+            f"CAKE_KDA_JIT_EXTRA_FLAGS={text!r} is not valid ({error}); accepted: flags, quoted as for a shell"
+        ) from None
 
 
 def compile_flags(record: Record, arch: Arch, toolchain: Toolchain) -> tuple[str, ...]:

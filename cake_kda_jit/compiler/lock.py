@@ -22,11 +22,10 @@ from .. import config
 from ..errors import LockTimeout
 from . import flock
 from .memo import write_atomically
-from .progress import say
+from .progress import PATIENCE_SECONDS, say
 from .roots import VERSION_DIR
 
 HEARTBEAT_SECONDS = 1.0
-PATIENCE_SECONDS = 5.0
 POLL_SECONDS = 0.05
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)

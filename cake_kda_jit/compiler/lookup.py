@@ -6,6 +6,8 @@ toolchain is found, else by source key.
 
 from __future__ import annotations
 
+import contextlib
+import platform
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,14 +18,17 @@ from ..errors import BuildError, NotPrebuilt, ToolchainNotFound, UnsupportedArch
 from ..record import Record
 from . import cache
 from .artifact import Artifact
-from .check import check_versions
+from .check import check_versions, machine_name
 from .discover import find_toolchain
 from .flags import compile_flags, extra_flags
 from .key import build_key, canonical_json, source_key
-from .memo import is_current, source_digest
+from .memo import source_digest
 from .progress import say
-from .roots import user_roots
+from .providers import provider_directories
+from .rendering import is_current
+from .roots import named_layers, user_roots
 from .toolchain import Toolchain
+from .usage import stamp
 
 
 @dataclass
@@ -68,17 +73,36 @@ def search(record: Record, arch: str | Arch) -> Search:
     target = get_arch(arch)
     check_arch(record, target)
     found = Search(record, target)
-    for root in config.read("PREBUILT"):
-        if _look_by_source(found, Path(root).absolute(), "prebuilt", "prebuilt directory"):
+    for root in named_layers("PREBUILT"):
+        if _look_by_source(found, root, "prebuilt", "prebuilt directory"):
             return found
     if not config.read("PREBUILT"):
         found.note("prebuilt directories (CAKE_KDA_JIT_PREBUILT)", "none named")
+    wheels = provider_directories(target.name)
+    for root in wheels:
+        if _look_by_source(found, root, "prebuilt", "installed wheel"):
+            return found
+    if not wheels:
+        found.note(f"installed wheels (cake_kda_jit_prebuilt_{target.name})", "none installed")
     if _look_in_user_cache(found):
         return found
-    for root in config.read("CACHE_RO"):
-        if _look_by_source(found, Path(root).absolute(), "cache", "read-only cache"):
+    for root in named_layers("CACHE_RO"):
+        if _look_by_source(found, root, "cache", "read-only cache"):
             return found
     return found
+
+
+def is_built(record: Record, arch: str) -> bool:
+    """Whether any layer has an entry of today's source of a record, by its provenance alone: nothing is verified."""
+    roots = [*named_layers("PREBUILT"), *provider_directories(arch), *user_roots(), *named_layers("CACHE_RO")]
+    for root in roots:
+        for directory in cache.candidates(root, record, arch):
+            with contextlib.suppress(FileNotFoundError, cache.EntryFault):
+                provenance = cache.read_provenance(directory)
+                is_same = canonical_json(provenance["record"]) == canonical_json(record.description())
+                if is_same and is_current(provenance["rendering"]) and _is_of_this_machine(provenance):
+                    return True
+    return False
 
 
 def get_source_key(found: Search) -> str:
@@ -101,7 +125,7 @@ def _look_in_user_cache(found: Search) -> bool:
     for root in user_roots():
         if found.toolchain is None:
             why = "compiling is disabled" if found.toolchain_error is None else found.toolchain_error.cause
-            hit = _look_by_source(found, root, "cache", f"user cache, matched by source ({why})")
+            hit = _look_by_source(found, root, "cache", f"user cache, matched by source ({why})", is_own=True)
         else:
             hit = look_by_build_key(found, root)
         if hit:
@@ -135,10 +159,11 @@ def look_by_build_key(found: Search, root: Path, *, is_locked: bool = False) -> 
         if is_locked:
             cache.quarantine(root, directory, fault)
         return False
+    stamp(root, directory)
     return _take(found, artifact)
 
 
-def _look_by_source(found: Search, root: Path, origin: str, what: str) -> bool:
+def _look_by_source(found: Search, root: Path, origin: str, what: str, *, is_own: bool = False) -> bool:
     place = f"{what} {root}"
     number = 0
     for directory in cache.candidates(root, found.record, found.arch.name):
@@ -151,6 +176,9 @@ def _look_by_source(found: Search, root: Path, origin: str, what: str) -> bool:
             if provenance["source_key"] != _source_key_beside(found, provenance):
                 found.note(place, f"{directory.name} is of another source, record or target")
                 continue
+            if not _is_of_this_machine(provenance):
+                found.note(place, f"{directory.name} is for {provenance['toolchain']['host']['target']}")
+                continue
             reason = f"{what} {root}"
             artifact = cache.open_entry(
                 directory, found.record, found.arch.name, origin=origin, reason=reason, dependencies=False
@@ -160,6 +188,8 @@ def _look_by_source(found: Search, root: Path, origin: str, what: str) -> bool:
         except cache.EntryFault as fault:
             found.note(place, f"{directory.name} is unusable: {fault}")
             continue
+        if is_own:
+            stamp(root, directory)
         return _take(found, artifact)
     if not number:
         found.note(place, f"no entry of {found.record.symbol} for {found.arch.name}")
@@ -173,6 +203,12 @@ def _source_key_beside(found: Search, provenance: dict) -> str:
     if is_same and is_current(inputs):
         found.source_key = source_key(found.record, found.arch.name, inputs["source_digest"])
     return get_source_key(found)
+
+
+def _is_of_this_machine(provenance: dict) -> bool:
+    """Whether a library's host code is of this processor's kind: a CUDA target is the same on x86-64 and on aarch64."""
+    machine = provenance["toolchain"]["host"]["target"].partition("-")[0]
+    return not machine or machine_name(machine) == machine_name(platform.machine())
 
 
 def _take(found: Search, artifact: Artifact) -> bool:

@@ -8,12 +8,13 @@ without a compiler is given.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from .discover import find_toolchain
 from .jobs import num_jobs
 from .ninja import stop_all
 from .progress import say
+from .providers import write_wheel
 from .roots import user_roots
 
 MANIFEST_SCHEMA = 1
@@ -97,17 +99,25 @@ def read_manifest(path: Path) -> list[Record]:
 
 @dataclass(frozen=True)
 class Prebuilt:
-    """What became of one record for one target: ``directory``, or the ``error`` that refused or failed it."""
+    """What became of one record for one target: ``directory``, or the ``error`` that refused or failed it.
+
+    ``is_skipped``: the record does not build for the target, which is said but is no failure. Compilers that do not
+    know a target that was asked for are one.
+    """
 
     record: Record
     arch: str
     directory: Path | None = None
     error: BuildError | None = None
+    origin: str = ""
+    is_skipped: bool = False
 
     @property
-    def is_skipped(self) -> bool:
-        """Whether the record or the compilers found do not know the target: said, but no failure."""
-        return isinstance(self.error, UnsupportedArch)
+    def verdict(self) -> str:
+        """What became of it, in a few words: built, cache, skipped or failed and why."""
+        if self.error is None:
+            return self.origin
+        return f"{'skipped' if self.is_skipped else 'failed'}, {self.error.cause}"
 
     @property
     def is_failed(self) -> bool:
@@ -116,38 +126,72 @@ class Prebuilt:
 
 
 def prebuild(
-    manifest: str | Path, archs: Sequence[str | Arch], out_dir: str | Path, *, jobs: int | None = None
+    manifest: str | Path,
+    archs: Sequence[str | Arch],
+    out_dir: str | Path,
+    *,
+    jobs: int | None = None,
+    keep_going: bool = False,
 ) -> list[Prebuilt]:
     """Build every record of a manifest for the targets into ``out_dir``, in the format of a cache.
 
-    ``out_dir`` is then used through ``CAKE_KDA_JIT_PREBUILT``, also where no compiler is. Every record is tried; a
-    failure stands in its Prebuilt. Raises ConfigError for a manifest that does not fit the registry.
+    ``out_dir`` is then used through ``CAKE_KDA_JIT_PREBUILT``, also where no compiler is. A failure stands in its
+    Prebuilt; after one nothing more is begun, unless ``keep_going``, and what was not begun is not in the result.
+    Raises ConfigError for a manifest that does not fit the registry.
     """
     if config.read("DISABLE"):
         raise ConfigError("CAKE_KDA_JIT_DISABLE=1 forbids compiling, and so prebuilding; unset it")
     out_dir = Path(out_dir).absolute()
     records, targets = read_manifest(Path(manifest)), [get_arch(arch) for arch in archs]
     pairs = [(record, arch) for arch in targets for record in records if record.family in arch.families]
+    numbers = itertools.count(1)
     with ThreadPoolExecutor(num_jobs(jobs)) as pool:
         waiting = [pool.submit(_prebuild_one, record, arch, out_dir) for record, arch in pairs]
         try:
-            return [one.result() for one in waiting]
+            for one in as_completed(waiting):
+                result = one.result()
+                say(f"[{next(numbers)}/{len(pairs)}] {result.record.symbol} for {result.arch}: {result.verdict}")
+                if result.is_failed and not keep_going:
+                    for other in waiting:
+                        other.cancel()
+                    break
         except BaseException:
             for one in waiting:
                 one.cancel()
-            stop_all()
+            while wait(waiting, timeout=0.05).not_done:
+                stop_all()  # again and again: one may just be about to start
             raise
+    return [one.result() for one in waiting if not one.cancelled()]
+
+
+def prebuild_wheels(
+    archs: Sequence[str | Arch], out_dir: str | Path, version: str, **options: Any
+) -> tuple[list[Prebuilt], list[Path]]:
+    """Build the shipped records for the targets and pack one wheel a target into ``out_dir``.
+
+    Returns what became of each record, and the wheels: none for a target of which a record failed or none was built.
+    ``options`` are those of ``prebuild``. Test-only records are in no wheel.
+    """
+    wheels = []
+    with tempfile.TemporaryDirectory(prefix="cake_kda_jit-wheel-") as directory:
+        results = prebuild(manifest_path(shipped=True), archs, directory, **options)
+        for arch in dict.fromkeys(get_arch(arch).name for arch in archs):
+            own = [one for one in results if one.arch == arch]
+            if any(one.directory for one in own) and not any(one.is_failed for one in own):
+                wheels.append(write_wheel(Path(directory), arch, Path(out_dir), version))
+    return results, wheels
 
 
 def _prebuild_one(record: Record, arch: Arch, out_dir: Path) -> Prebuilt:
     try:
         check_arch(record, arch)
+    except UnsupportedArch as error:
+        return Prebuilt(record, arch.name, error=error, is_skipped=True)
+    try:
         artifact = _get_build(record, arch)
     except BuildError as error:
-        result = Prebuilt(record, arch.name, error=error)
-        say(f"{record.symbol} for {arch.name}: {'skipped' if result.is_skipped else 'failed'}, {error.cause}")
-        return result
-    return Prebuilt(record, arch.name, _copy(artifact, out_dir))
+        return Prebuilt(record, arch.name, error=error)
+    return Prebuilt(record, arch.name, _copy(artifact, out_dir), origin=artifact.origin)
 
 
 def _get_build(record: Record, arch: Arch) -> Artifact:

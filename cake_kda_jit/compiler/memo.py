@@ -8,23 +8,18 @@ is no memo: it is never an error, and it is never written while compiling is dis
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import tempfile
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-from .. import config, paths
-from ..codegen.render import RenderedSource, render
+from .. import config
 from ..record import Record
-from .key import digest, file_digest
+from .key import digest
+from .rendering import is_current, render_for_build
 from .roots import VERSION_DIR, find_writable_root, user_roots
-
-# The rendered text depends on these modules beside the templates.
-_RENDERING_CODE = ("arch.py", "record.py", "codegen/environment.py", "codegen/render.py")
 
 TOOL_SCHEMA = 2
 """Version of what is remembered of a compiler; raised when the facts change."""
@@ -36,45 +31,14 @@ def stat_of(path: str | os.PathLike) -> list[int]:
     return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
 
 
-@cache
-def rendering_code_digest() -> str:
-    """Return the digest of this package's code that decides a rendered text."""
-    return digest([file_digest(paths.PACKAGE_DIR / name) for name in _RENDERING_CODE])
-
-
-def rendering_inputs(source: RenderedSource) -> dict[str, Any]:
-    """Return what a rendering read and gave: enough to tell, without rendering, that it would give the same again."""
-    root = paths.templates_dir()
-    return {
-        "code": rendering_code_digest(),
-        "templates": {name: file_digest(root / name) for name in source.templates},
-        "source_digest": source.digest,
-    }
-
-
-def is_current(inputs: dict[str, Any]) -> bool:
-    """Whether the code and the templates are still those of a rendering."""
-    if inputs["code"] != rendering_code_digest():
-        return False
-    root = paths.templates_dir()
-    try:
-        return all(_small_digest(root / name) == known for name, known in inputs["templates"].items())
-    except OSError:
-        return False
-
-
-def _small_digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
 def source_digest(record: Record, arch: str) -> str:
     """Return the digest of the record's rendered source, from the memo where it is current, else by rendering."""
     name = f"render-{digest([record.description(), arch])[:32]}"
     known = _read(name)
     if known is not None and is_current(known):
         return known["source_digest"]
-    source = render(record, arch)
-    _write(name, rendering_inputs(source))
+    source, inputs = render_for_build(record, arch)
+    _write(name, inputs)
     return source.digest
 
 

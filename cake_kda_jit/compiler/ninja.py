@@ -22,6 +22,10 @@ from .toolchain import clean_environment
 
 GRACE_SECONDS = 2.0
 
+# Standard input is a pipe that this process holds: when it dies, however it dies, the pipe ends, and a watcher in the
+# background kills the process group. No compiler goes on for nobody.
+_WATCHED = 'exec 3<&0; (read _ <&3; kill -9 0) & exec "$0" "$@" </dev/null 3<&-'
+
 _running: set[subprocess.Popen] = set()
 
 
@@ -56,7 +60,9 @@ def write_build_file(staging: Path, command: Sequence[str], source: str, library
     """Write ``build.ninja``, and the same command as a script for a person to repeat."""
     line = shlex.join(command)
     (staging / NINJA_FILE).write_text(
-        f"rule compile\n  command = {line.replace('$', '$$')}\n  description = {library}\n\n"
+        # In the console pool a command stays in ninja's process group, which can then be ended as a whole, and its
+        # output is in the log even if ninja never gets to print it.
+        f"rule compile\n  command = {line.replace('$', '$$')}\n  description = {library}\n  pool = console\n\n"
         f"build {_path(library)}: compile {_path(source)}\n",
         encoding="utf-8",
     )
@@ -75,13 +81,14 @@ def run_ninja(staging: Path) -> Outcome:
     """
     temporary = staging / "tmp"
     temporary.mkdir()
-    environment = clean_environment(TMPDIR=str(temporary))
+    # Relative, because nvcc hands it unquoted to a shell: a cache's path may hold a dollar sign or a quote.
+    environment = clean_environment(TMPDIR=temporary.name)
     with open(staging / LOG, "wb") as log:
         process = subprocess.Popen(
-            [find_ninja(), "-v", "-j1"],
+            ["/bin/sh", "-c", _WATCHED, find_ninja(), "-v", "-j1"],
             cwd=staging,
             env=environment,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -94,6 +101,7 @@ def run_ninja(staging: Path) -> Outcome:
         finally:
             _end_group(process)
             _running.discard(process)
+            process.stdin.close()
     shutil.rmtree(temporary, ignore_errors=True)
     with contextlib.suppress(OSError):
         (staging / ".ninja_log").unlink()
@@ -120,7 +128,10 @@ def _end_group(process: subprocess.Popen) -> None:
 
 
 def _forget_after_fork() -> None:
-    # A child must not end the parent's compilations.
+    # A child must neither end the parent's compilations nor keep them alive.
+    for process in _running:
+        with contextlib.suppress(OSError):
+            process.stdin.close()
     _running.clear()
 
 

@@ -11,6 +11,9 @@ from collections.abc import Iterator
 
 from .. import config
 
+PATIENCE_SECONDS = 5.0
+"""A step or a wait that takes longer is told in the log of a job too, which no terminal watches."""
+
 _lock = threading.Lock()
 _open_line: str | None = None  # a line that waits for its end, while nothing else was printed
 
@@ -40,10 +43,15 @@ def step(what: str) -> Iterator[None]:
             print(f"{what} ...", end="", file=sys.stderr, flush=True)
             _open_line = what
     outcome = "failed after "
+    reminder = threading.Timer(PATIENCE_SECONDS, _remind, (what, began))
+    reminder.daemon = True
+    if not visible:
+        reminder.start()
     try:
         yield
         outcome = ""
     finally:
+        reminder.cancel()
         if visible:
             with _lock:
                 begin = "" if _open_line == what else f"{what} ..."
@@ -51,6 +59,10 @@ def step(what: str) -> Iterator[None]:
                     _end_open_line()
                 print(f"{begin} {outcome}{time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
                 _open_line = None
+
+
+def _remind(what: str, began: float) -> None:
+    say(f"{what}: {time.monotonic() - began:.0f} s so far", always=True)
 
 
 def _end_open_line() -> None:

@@ -18,7 +18,7 @@ from .diagnose import Place, check_limits, resources
 from .elf import NotALibrary, SharedLibrary, read_library
 from .flags import DEPFILE
 from .key import SCHEMA, file_digest
-from .memo import rendering_inputs, stat_of
+from .memo import stat_of
 from .request import Request
 
 ENTRY_FUNCTIONS = ("", "__grid", "__abi", "__error")
@@ -65,7 +65,7 @@ def describe(request: Request, staging: Path, library: SharedLibrary, log: str, 
         "build_key": request.build_key,
         "record": record.description(),
         "arch": request.arch.name,
-        "rendering": rendering_inputs(request.source),
+        "rendering": request.rendering,
         "flags": request.flags,
         "extra_flags": request.extra_flags,
         "toolchain": request.toolchain.identity,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from ..arch import Arch
 from ..codegen.render import RenderedSource
@@ -12,11 +13,12 @@ from .toolchain import Toolchain
 
 @dataclass(frozen=True)
 class Request:
-    """One build: source, compilers, tokenised flags and the keys they form."""
+    """One build: source and what it was rendered from, compilers, tokenised flags and the keys they form."""
 
     record: Record
     arch: Arch
     source: RenderedSource
+    rendering: dict[str, Any]
     toolchain: Toolchain
     flags: tuple[str, ...]
     extra_flags: tuple[str, ...]

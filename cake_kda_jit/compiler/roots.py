@@ -6,6 +6,7 @@ when that default cannot be written, a directory of this user alone under TMPDIR
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 import tempfile
@@ -21,17 +22,29 @@ VERSION_DIR = f"v{SCHEMA}"
 _warned: set[Path] = set()
 
 
+def named_path(text: str) -> Path:
+    """Return a directory that a variable names: absolute, with ``~`` as the home that a shell would have put there."""
+    with contextlib.suppress(RuntimeError):
+        return Path(text).expanduser().absolute()
+    return Path(text).absolute()
+
+
 def named_root() -> Path | None:
     """Return the cache directory that the user named, or None."""
     named = config.read("CACHE_DIR")
-    return Path(named).absolute() if named else None
+    return named_path(named) if named else None
+
+
+def named_layers(name: str) -> list[Path]:
+    """Return the directories of ``PREBUILT`` or ``CACHE_RO``, in their order."""
+    return [named_path(text) for text in config.read(name)]
 
 
 def default_root() -> Path | None:
     """Return the default cache directory, or None when this user has no home directory."""
     base = config.read("XDG_CACHE_HOME")
     if base:
-        return Path(base).absolute() / "cake_kda_jit"
+        return named_path(base) / "cake_kda_jit"
     try:
         return Path.home() / ".cache" / "cake_kda_jit"
     except RuntimeError:

@@ -61,14 +61,6 @@ def test_hit_starts_no_process(data, monkeypatch):
     assert build(tiny_record(), HOST_ARCH).origin == "cache"
 
 
-def test_two_processes_compile_once(data, fake_cxx):
-    fake = fake_cxx("sleep 0.7")
-    results = [finish(worker) for worker in [start_worker(data) for _ in range(2)]]
-    assert fake.num_calls == 1
-    assert sorted(result["origin"] for result in results) == ["built", "cache"]
-    assert len({result["sha256"] for result in results}) == 1
-
-
 def test_bytes_are_reproducible(data, cache_dir, monkeypatch):
     first = build(tiny_record(), HOST_ARCH)
     monkeypatch.setenv("CAKE_KDA_JIT_CACHE_DIR", str(cache_dir.parent / "another cache"))
@@ -186,11 +178,11 @@ def test_transient_failure_is_not_remembered(data, fake_cxx):
 
 
 def test_timeout_kills_the_whole_group(data, fake_cxx, monkeypatch, tmp_path):
-    fake_cxx(f'(sleep 1.5; touch "{tmp_path}/orphan") & sleep 30')
-    monkeypatch.setenv("CAKE_KDA_JIT_COMPILE_TIMEOUT", "0.5")
+    fake_cxx(f'(sleep 0.9; touch "{tmp_path}/orphan") & sleep 30')
+    monkeypatch.setenv("CAKE_KDA_JIT_COMPILE_TIMEOUT", "0.3")
     with pytest.raises(errors.CompileTimeout, match="longer than"):
         build(tiny_record(), HOST_ARCH)
-    time.sleep(1.6)
+    time.sleep(0.8)
     assert not (tmp_path / "orphan").exists()
 
 

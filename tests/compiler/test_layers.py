@@ -135,11 +135,11 @@ def test_prebuild_skips_what_does_not_build_and_reports_what_failed(data, tmp_pa
     found = catalog.Registry((Program("tiny", "", (good, narrow, broken)),))
     monkeypatch.setattr(manifest, "registry", lambda: found)
     manifest.write_manifests()
-    results = manifest.prebuild(data / "build.json", [HOST_ARCH], tmp_path / "out", jobs=2)
+    results = manifest.prebuild(data / "build.json", [HOST_ARCH], tmp_path / "out", jobs=2, keep_going=True)
     by_variant = {one.record.variant: one for one in results}
     assert by_variant["fp32"].directory and by_variant["narrow"].is_skipped and by_variant["broken"].is_failed
     assert isinstance(by_variant["broken"].error, errors.CompileError)
-    again = manifest.prebuild(data / "build.json", [HOST_ARCH], tmp_path / "out")
+    again = manifest.prebuild(data / "build.json", [HOST_ARCH], tmp_path / "out", keep_going=True)
     assert by_variant["fp32"].directory in [one.directory for one in again]
     entries = [path.name for path in (tmp_path / "out" / "v1" / HOST_ARCH).iterdir()]
     assert entries == [by_variant["fp32"].directory.name], "one entry, and no leftover of copying"

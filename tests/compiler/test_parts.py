@@ -73,24 +73,64 @@ ptxas info    : Used 32 registers, used 0 barriers, 8 bytes cumulative stack siz
     assert (other["stack_bytes"], other["spill_store_bytes"], other["spill_load_bytes"]) == (8, 4, 12)
 
 
-def test_jobs_follow_memory_and_settings(tmp_path, monkeypatch):
-    monkeypatch.delenv("MAX_JOBS", raising=False)
-    meminfo, limit = tmp_path / "meminfo", tmp_path / "memory.max"
-    meminfo.write_text("MemTotal: 99999999 kB\nMemAvailable: 16777216 kB\n")
-    limit.write_text("4294967296\n")
-    assert jobs.available_memory(str(meminfo), (str(limit), "/nowhere")) == 4 << 30
-    limit.write_text("max\n")
-    assert jobs.available_memory(str(meminfo), (str(limit),)) == 16 << 30
-    monkeypatch.setattr(jobs, "available_memory", lambda: 3 << 30)
-    assert jobs.num_jobs() == 1
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """A machine of 8 cores with 16 GiB available, whose cgroup limits the test writes; returns a writer of files."""
+    cgroup = tmp_path / "cgroup"
+    monkeypatch.setattr(jobs, "CGROUP", str(cgroup))
+    monkeypatch.setattr(jobs, "SELF_CGROUP", str(tmp_path / "self"))
+    monkeypatch.setattr(jobs, "MEMINFO", str(tmp_path / "meminfo"))
+    monkeypatch.setattr(jobs.os, "sched_getaffinity", lambda pid: set(range(8)))
+
+    def write(name: str, text: str):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+
+    write("meminfo", "MemTotal: 99999999 kB\nMemAvailable: 16777216 kB")
+    write("self", "0::/slice/job")
+    return write
+
+
+@pytest.mark.parametrize(
+    "files, expected",
+    [
+        ({}, 8),
+        ({"cgroup/memory.max": "4294967296"}, 2),
+        ({"cgroup/memory.max": "max"}, 8),
+        ({"cgroup/slice/memory.max": "4294967296"}, 2),
+        ({"cgroup/slice/job/memory.max": "2147483648", "cgroup/slice/memory.max": "4294967296"}, 1),
+        ({"cgroup/memory.max": "1000"}, 1),
+        ({"cgroup/slice/job/cpu.max": "300000 100000"}, 3),
+        ({"cgroup/cpu.max": "max 100000"}, 8),
+        ({"cgroup/cpu.max": "50000 100000"}, 1),
+        ({"self": "4:memory:/job", "cgroup/memory/job/memory.limit_in_bytes": "4294967296"}, 2),
+        ({"self": "3:cpu,cpuacct:/", "cgroup/cpu/cpu.cfs_quota_us": "200000",
+          "cgroup/cpu/cpu.cfs_period_us": "100000"}, 2),
+        ({"self": "3:cpu:/", "cgroup/cpu/cpu.cfs_quota_us": "-1", "cgroup/cpu/cpu.cfs_period_us": "100000"}, 8),
+        ({"meminfo": "MemAvailable: 6291456 kB"}, 3),
+        ({"meminfo": "", "self": ""}, 1),
+    ],
+)  # fmt: skip
+def test_jobs_follow_cores_memory_and_cgroup(machine, files, expected):
+    for name, text in files.items():
+        machine(name, text)
+    assert jobs.num_jobs() == expected
+
+
+def test_jobs_of_the_settings_come_first(machine, monkeypatch):
     monkeypatch.setenv("MAX_JOBS", "5")
     assert jobs.num_jobs() == 5
     monkeypatch.setenv("CAKE_KDA_JIT_JOBS", "2")
     assert (jobs.num_jobs(), jobs.num_jobs(7)) == (2, 7)
-    for bad in ("0", "auto", "-1"):
-        monkeypatch.setenv("CAKE_KDA_JIT_JOBS", bad)
-        with pytest.raises(errors.ConfigError, match="CAKE_KDA_JIT_JOBS"):
-            jobs.num_jobs()
+
+
+@pytest.mark.parametrize("name", ["CAKE_KDA_JIT_JOBS", "MAX_JOBS"])
+@pytest.mark.parametrize("value", ["0", "auto", "-1", "2.5", " "])
+def test_impossible_numbers_of_jobs_are_refused(monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(errors.ConfigError, match=f"{name}='{value}' is not valid; accepted: a positive integer"):
+        jobs.num_jobs()
 
 
 def test_needed_of_a_library_of_others():

@@ -98,14 +98,19 @@ def write_templates(data: Path) -> Path:
 class FakeCompiler:
     """A script that stands for a compiler: questions go to the real one, compilations run ``body`` first.
 
-    In ``body``, ``$out`` is the output file; it falls through to the real compiler unless it exits.
+    In ``body``, ``$out`` is the output file; it falls through to the real compiler unless it exits. ``answers`` are
+    texts for questions by the option that asks: ``dumpmachine``, ``version``, ``dM`` (the predefined macros).
     """
 
-    def __init__(self, path: Path, real: str, body: str = "") -> None:
+    def __init__(self, path: Path, real: str, body: str = "", answers: dict[str, str] | None = None) -> None:
         self.path, self.calls = path, path.with_suffix(".calls")
         path.write_text(
             "#!/bin/sh\n"
-            'out=; last=; compiles=\nfor a in "$@"; do\n'
+            + "".join(
+                f"case \" $* \" in *' -{name} '*|*' --{name} '*) printf '%s\\n' '{text}'; exit 0;; esac\n"
+                for name, text in (answers or {}).items()
+            )
+            + 'out=; last=; compiles=\nfor a in "$@"; do\n'
             '  [ "$last" = -o ] && out=$a\n  [ "$a" = -shared ] && compiles=1\n  last=$a\ndone\n'
             f'if [ -n "$compiles" ]; then\n  echo "$@" >> "{self.calls}"\n  :\n  {body}\nfi\nexec {real} "$@"\n'
         )
