@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from functools import cache
 from pathlib import Path
 
@@ -14,15 +15,23 @@ CONTEXT_LINES = 3
 
 
 class RecordingLoader(jinja2.FileSystemLoader):
-    """A file loader that can list what one rendering read: the template and everything it includes or imports."""
+    """A file loader that can list what one rendering read: the template and everything it includes or imports.
+
+    The list is each thread's own, because records are rendered in several threads at once.
+    """
 
     def __init__(self, root: Path) -> None:
         super().__init__(str(root))
-        self.read: set[str] = set()
+        self._local = threading.local()
+
+    def start(self) -> set[str]:
+        """Begin a new list for this thread and return it."""
+        self._local.read = set()
+        return self._local.read
 
     def get_source(self, environment: jinja2.Environment, template: str):
         """Read a template and note its name."""
-        self.read.add(template)
+        self._local.read.add(template)
         return super().get_source(environment, template)
 
 
@@ -46,8 +55,7 @@ def render_template(template: str, context: dict[str, object]) -> tuple[str, tup
     Raises RenderError that shows the template's own lines around the fault.
     """
     environment = _environment(templates_dir())
-    loader: RecordingLoader = environment.loader
-    loader.read = set()
+    read = environment.loader.start()
     try:
         text = environment.get_template(template).render(context)
     except jinja2.TemplateSyntaxError as error:
@@ -57,7 +65,7 @@ def render_template(template: str, context: dict[str, object]) -> tuple[str, tup
     except jinja2.UndefinedError as error:
         name, line = _fault_of_traceback(error)
         raise _render_error(template, error, name or template, line) from error
-    return text, tuple(sorted(loader.read))
+    return text, tuple(sorted(read))
 
 
 def _fault_of_traceback(error: BaseException) -> tuple[str | None, int]:

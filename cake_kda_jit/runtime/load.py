@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from collections.abc import Mapping
 
@@ -86,6 +87,15 @@ def _open(artifact: Artifact) -> ctypes.CDLL:
 
 _kernels: dict[tuple[int, str], Kernel] = {}
 _lock = threading.Lock()
+
+
+def _renew_lock() -> None:
+    global _lock
+    _lock = threading.Lock()
+
+
+# A child forked while another thread compiles would inherit a lock that nobody releases.
+os.register_at_fork(after_in_child=_renew_lock)
 
 
 def load(artifact: Artifact) -> Kernel:
