@@ -1,18 +1,20 @@
 """The error table of chunk_kda: outputs and every gradient against the FP64 recurrence, beside their budgets.
 
-Run ``python -m cake_kda_jit.bench.precision [--device cuda]``; it prints Markdown for docs/numerics.md.
+Run ``python -m cake_kda_jit.bench.precision [--device cuda] [--dtype fp32]``; it prints Markdown for docs/numerics.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
-import platform
+from collections.abc import Sequence
 
 import torch
 
 from ..ops.api import chunk_kda
+from ..ops.checks import DTYPE_NAMES
 from ..runtime.device import arch_of_device
+from .core import machine, print_table
 from .problems import (
     BUDGETS,
     PARAMETER_BUDGET,
@@ -45,9 +47,11 @@ def parameter_errors(found: dict[str, torch.Tensor], expected: dict[str, torch.T
     return A_log.max().item(), bias.max().item()
 
 
-def row_of(regime: str, head_dim: int, seed: int, device: str = "cpu") -> dict[str, tuple[float, float]]:
+def row_of(
+    regime: str, head_dim: int, seed: int, device: str = "cpu", dtype: torch.dtype = torch.bfloat16
+) -> dict[str, tuple[float, float]]:
     """Return (global error, worst error of a document and head) of every output and gradient, by name."""
-    problem = make_problem(LENGTHS, regime=regime, head_dim=head_dim, seed=seed)
+    problem = make_problem(LENGTHS, regime=regime, head_dim=head_dim, seed=seed, dtype=dtype)
     expected = reference(problem)
     found = {name: tensor.cpu() for name, tensor in run(chunk_kda, problem.to(device), output_final_state=True).items()}
     row = {}
@@ -58,35 +62,43 @@ def row_of(regime: str, head_dim: int, seed: int, device: str = "cpu") -> dict[s
     return row | {"dA_log": (A_log, A_log), "ddt_bias": (bias, bias)}
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> int:
     """Print the table: each cell is the global error / the worst document and head / the budget, in units of 1e-3."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="bf16", choices=DTYPE_NAMES.values())
     parser.add_argument("--seeds", type=int, default=3)
-    arguments = parser.parse_args()
-    device = torch.device(arguments.device)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    arguments = parser.parse_args(argv)
+    device, where = torch.device(arguments.device), machine(torch.device(arguments.device))
+    [dtype] = [dtype for dtype, name in DTYPE_NAMES.items() if name == arguments.dtype]
     print(
-        f"bf16 inputs, documents of {', '.join(map(str, LENGTHS))} tokens, H = HV = 2; worst of {arguments.seeds} "
-        f"seeds; {name}, target {arch_of_device(device).name}, torch {torch.__version__}, {datetime.date.today()}.\n"
+        f"{arguments.dtype} inputs, documents of {', '.join(map(str, LENGTHS))} tokens, H = HV = 2; worst of seeds 0 "
+        f"to {arguments.seeds - 1}; {where['device']}, target {arch_of_device(device).name}, torch {where['torch']}, "
+        f"{datetime.date.today()}.\n"
     )
     names = (*COLUMNS, "dA_log", "ddt_bias")
-    print("| regime, K = V | " + " | ".join(names) + " |")
-    print("|---" * (len(names) + 1) + "|")
+    lines = []
     for regime in REGIMES:
         for head_dim in (64, 128):
-            rows = [row_of(regime, head_dim, seed, arguments.device) for seed in range(arguments.seeds)]
-            cells = [_cell(name, regime, [row[name] for row in rows]) for name in names]
-            print(f"| {regime}, {head_dim} | " + " | ".join(cells) + " |")
+            rows = [row_of(regime, head_dim, seed, arguments.device, dtype) for seed in range(arguments.seeds)]
+            lines.append(
+                [f"{regime}, {head_dim}", *(_cell(name, regime, [row[name] for row in rows]) for name in names)]
+            )
+    print_table(["regime, K = V", *names], lines)
+    return 0
 
 
 def _cell(name: str, regime: str, errors: list[tuple[float, float]]) -> str:
     if name in ("dA_log", "ddt_bias"):
-        return f"{1e3 * max(error for error, _ in errors):.4f} / {1e3 * PARAMETER_BUDGET:.1f}"
+        return f"{1e3 * max(error for error, _ in errors):.1e} / {1e3 * PARAMETER_BUDGET:.1f}"
     budget = BUDGETS[regime]["final_state" if name == "dinitial_state" else name]
     worst = (max(one for one, _ in errors), max(local for _, local in errors))
-    return f"{1e3 * worst[0]:.2f} / {1e3 * worst[1]:.2f} / {1e3 * budget:.1f}"
+    return f"{_short(1e3 * worst[0])} / {_short(1e3 * worst[1])} / {1e3 * budget:.1f}"
+
+
+def _short(value: float) -> str:
+    return f"{value:.2f}" if value >= 0.01 else f"{value:.1e}"
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -157,4 +157,4 @@ def local_errors(name: str, found: torch.Tensor, expected: torch.Tensor, problem
             one, other = parts[0][head].double(), parts[1][head]
             if other.numel():
                 scale = max(other.norm(), rms * other.numel() ** 0.5)
-                yield document, head, ((one - other).norm() / scale).item()
+                yield document, head, ((one - other).norm() / scale.clamp_min(1e-300)).item()

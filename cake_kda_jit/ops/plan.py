@@ -86,6 +86,8 @@ def boundaries_of(cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor | None 
         if not isinstance(value, torch.Tensor) or value.dtype not in (torch.int32, torch.int64) or value.dim() != 1:
             given = f"{value.dtype} of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value)
             raise UnsupportedProblemError(f"{name} is {given}; give a one-dimensional int32 or int64 tensor [N + 1]")
+        if value.device.type not in ("cpu", "cuda"):
+            raise UnsupportedProblemError(f"{name} is on {value.device}; give it on the CPU or on the inputs' device")
     if cu_seqlens_cpu is None:
         return cu_seqlens.tolist()
     if cu_seqlens_cpu.device.type != "cpu" or cu_seqlens_cpu.shape != cu_seqlens.shape:

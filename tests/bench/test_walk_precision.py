@@ -1,8 +1,7 @@
-"""The walk's error table: the published figures within a factor of 2, and errors that do not grow with the count."""
+"""The walk's error table: the design's figures within a factor of 2, and errors that do not grow with the count."""
 
 from __future__ import annotations
 
-import sys
 from functools import cache
 
 import pytest
@@ -13,15 +12,15 @@ from cake_kda_jit.bench import walk_precision
 from cake_kda_jit.bench.walk_precision import CASES, FORMS, make_summaries, walk_errors
 from cake_kda_jit.programs import transfer_walk as program
 
-# After 64 near-identity segments, as docs/mathematics.md states them for truncating accumulation.
-PUBLISHED = {
+# After 64 near-identity segments, as docs/numerics.md states them for truncating accumulation.
+DESIGNED = {
     "bf16x3_hw64": 3.1e-7,
     "bf16x3": 3.1e-7,
     "tf32_hilo": 8e-7,
     "tf32_hilo_three_mma": 8e-7,
     "tf32_hilo_plain_tf32": 3e-4,
 }
-# For any kind of summaries and any number of segments.
+# For summaries that forget, whatever the number of segments.
 BOUNDS = {
     "bf16x3_hw64": 5e-7,
     "bf16x3": 5e-7,
@@ -32,20 +31,22 @@ BOUNDS = {
 
 
 @cache
-def summaries_of(case: str):
-    return make_summaries(CASES[case], 256, heads=1, head_dim=64)
+def summaries_of(case: str, head_dim: int = 64):
+    return make_summaries(CASES[case], 256, heads=1, head_dim=head_dim)
 
 
 def test_the_forms_are_those_of_the_program():
-    assert set(FORMS) == set(program.FORMS) == set(PUBLISHED) == set(BOUNDS)
+    assert set(FORMS) == set(program.FORMS) == set(DESIGNED) == set(BOUNDS)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize("form", FORMS)
-def test_near_identity_segments_reproduce_the_table(form, transpose):
-    errors = walk_errors(form, *summaries_of("near identity"), transpose=transpose)
-    assert PUBLISHED[form] / 2 < errors[64] < 2 * PUBLISHED[form]
-    assert max(errors.values()) <= BOUNDS[form]
+def test_near_identity_segments_reproduce_the_table(form, transpose, head_dim):
+    """Within a factor of 2, as the summaries are others: what truncation loses in a direction depends on its states."""
+    errors = walk_errors(form, *summaries_of("near identity", head_dim), transpose=transpose)
+    assert DESIGNED[form] / 2 < errors[64] < 2 * DESIGNED[form]
+    assert max(errors.values()) < 2 * DESIGNED[form]
     assert errors[256] < 1.2 * errors[16], "the error grows with the number of segments"
 
 
@@ -77,9 +78,8 @@ def test_half_width_has_the_bits_of_full_width():
 
 def test_the_script_prints_a_table(monkeypatch, capsys):
     monkeypatch.setattr(walk_precision, "COUNTS", (1, 4))
-    monkeypatch.setattr(sys, "argv", ["walk_precision", "--head-dim", "64"])
-    walk_precision.main()
+    assert walk_precision.main(["--head-dim", "64"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("K = V = 64, 1 head(s), segments of 32 tokens; ")
+    assert lines[0].startswith("K = V = 64, segments of 32 tokens, heads: 1; ")
     rows = [line for line in lines if line.startswith("| ") and "`" in line]
     assert len(rows) == len(CASES) * len(FORMS) and all(row.count("|") == 5 for row in rows)

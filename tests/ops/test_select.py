@@ -38,7 +38,7 @@ def test_a_forced_family_that_cannot_run_raises():
 def test_walk_knob_order(monkeypatch, environment, variant, mode, expected, source):
     if environment:
         monkeypatch.setenv("CAKE_KDA_JIT_TRANSFER_WALK", environment)
-    chosen = select_walk("x86_64_v3", variant, mode)
+    chosen = select_walk("x86_64_v3", variant, mode, num_walks=1, head_dim=128)
     assert chosen.record.variant == expected
     assert chosen.reason == f"{expected} by {source}"
 
@@ -48,11 +48,35 @@ def test_precision_mode_beside_a_bf16_walk_is_refused_naming_both(monkeypatch, e
     if environment:
         monkeypatch.setenv("CAKE_KDA_JIT_TRANSFER_WALK", environment)
     with pytest.raises(ValueError, match="precision_mode=1 belongs to tf32_hilo, not to 'bf16x3"):
-        select_walk("x86_64_v3", variant, 1)
+        select_walk("x86_64_v3", variant, 1, num_walks=1, head_dim=128)
 
 
 def test_unknown_walks_and_modes_are_refused():
     with pytest.raises(UnsupportedProblemError, match="use one of bf16x3_hw64, bf16x3, tf32_hilo"):
-        select_walk("x86_64_v3", "bf16x9", 0)
+        select_walk("x86_64_v3", "bf16x9", 0, num_walks=1, head_dim=128)
     with pytest.raises(UnsupportedProblemError, match="use 0, 1"):
-        select_walk("x86_64_v3", None, 3)
+        select_walk("x86_64_v3", None, 3, num_walks=1, head_dim=128)
+
+
+@pytest.mark.parametrize(
+    ("num_walks", "head_dim", "variant"),
+    [
+        (1, 128, "bf16x3_hw32"),
+        (33, 128, "bf16x3_hw32"),
+        (34, 128, "bf16x3_hw64"),
+        (66, 128, "bf16x3_hw64"),
+        (67, 128, "bf16x3"),
+        (10_000, 128, "bf16x3"),
+        (66, 64, "bf16x3_hw32"),
+        (67, 64, "bf16x3_hw64"),
+        (10_000, 64, "bf16x3_hw64"),
+    ],
+)
+def test_the_default_walk_fills_the_processors_of_sm_90a(num_walks, head_dim, variant):
+    """132 of them. Elsewhere, and where a walk is named, its width is the named one."""
+    chosen = select_walk("sm_90a", None, 0, num_walks=num_walks, head_dim=head_dim)
+    assert (chosen.record.family, chosen.record.variant) == ("sm90", variant)
+    named = select_walk("sm_90a", "bf16x3_hw64", 0, num_walks=num_walks, head_dim=head_dim)
+    assert (named.record.family, named.record.variant) == ("sm90", "bf16x3_hw64")
+    other = select_walk("sm_100a", None, 0, num_walks=num_walks, head_dim=head_dim)
+    assert (other.record.family, other.record.variant) == ("smxx", "bf16x3_hw64")
