@@ -7,7 +7,12 @@ from collections.abc import Sequence
 from importlib import import_module
 
 MEASUREMENTS = {
+    "conv": "speed of the convolution on a CUDA device",
+    "pairs": "the set of option combinations that the tests cover, and the pairs in it",
+    "precision": "errors of chunk_kda against FP64, beside their budgets",
+    "timing": "forward and backward on the CPU",
     "walk": "speed of the transfer walk on a CUDA device",
+    "walk_precision": "errors of the transfer walk's forms against FP64",
 }
 
 
@@ -16,6 +21,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv and argv[0] in MEASUREMENTS:
         return import_module(f"{__package__}.{argv[0]}").main(argv[1:])
-    lines = "\n".join(f"  {name:10s} {what}" for name, what in MEASUREMENTS.items())
+    lines = "\n".join(f"  {name:15s} {what}" for name, what in MEASUREMENTS.items())
     print(f"usage: cake-kda-jit bench NAME [options]\n\n{lines}", file=sys.stderr)
     return 0 if argv and argv[0] in ("-h", "--help") else 2
