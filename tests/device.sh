@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # GPU tests and measurements on a machine with a CUDA device; takes nothing from a network.
 #   tests/device.sh tests/gpu/test_transfer_walk_gpu.py bench:walk ...
-# A pytest path runs as such; bench:NAME[:option,option] runs a measurement and keeps its JSON and PNG in $OUT.
+# A pytest path runs as such; bench:NAME[:option,option] runs a measurement and keeps its JSON (the walk's picture too)
+#   in $OUT.
 # A prebuilt directory in $CAKE_KDA_JIT_PREBUILT is used as it is; what is missing is compiled by the machine's nvcc.
 # Prints a short table last.
 set -uo pipefail
@@ -16,7 +17,8 @@ for what in "$@"; do
     bench:*)
       IFS=: read -r _ name options <<<"$what"
       # shellcheck disable=SC2086 — options are words, separated by commas
-      python3 -m cake_kda_jit.bench "$name" --json "$out/$name.json" --png "$out/$name.png" ${options//,/ } ;;
+      [ "$name" = walk ] && options="--png,$out/walk.png,$options"
+      python3 -m cake_kda_jit.bench "$name" --json "$out/$name.json" ${options//,/ } ;;
     *) python3 -m pytest -q -x "$what" ;;
   esac
   code=$?

@@ -8,6 +8,7 @@ from importlib import import_module
 
 MEASUREMENTS = {
     "conv": "speed of the convolution on a CUDA device",
+    "forward": "speed of the forward on a CUDA device",
     "pairs": "the set of option combinations that the tests cover, and the pairs in it",
     "precision": "errors of chunk_kda against FP64, beside their budgets",
     "timing": "forward and backward on the CPU",

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import torch
 
+from ..arch import Arch
 from ..catalog import registry
-from ..ops.select import select_walk
-from ..programs.transfer_walk import FORMS
 from ..record import Record
 from ..runtime.device import arch_of_device
 from ..runtime.launch import launch
@@ -21,8 +20,8 @@ from .core import Arm, Row, measure, print_table, write_report
 HEAD_DIM = 128
 MEMORY_FLOOR_NS = 46.0
 """Per head and segment: 192 KiB of M, B and entry at the 4.2 TB/s that a copy reaches on an H200."""
-MMA_FLOPS_PER_SM = 623e12 / 132
-"""bf16 mma.sync on one SM of an H200, measured."""
+FLOPS_PER_SM = {"smxx": 623e12 / 132, "sm90": 972e12 / 132}
+"""bf16 products on one SM of an H200, measured: mma.sync; wgmma with its left factor in registers."""
 
 
 def floor_us(record: Record, num_heads: int, num_sms: int) -> float:
@@ -35,7 +34,7 @@ def floor_us(record: Record, num_heads: int, num_sms: int) -> float:
     width = min(constants["value_width"], HEAD_DIM)
     ctas = num_heads * HEAD_DIM // width
     flops = 2 * HEAD_DIM * HEAD_DIM * width * constants["num_terms"] * (1 if constants["split"] == "bf16x3" else 2)
-    tensor = -(-ctas // num_sms) * flops / MMA_FLOPS_PER_SM * 1e6
+    tensor = -(-ctas // num_sms) * flops / FLOPS_PER_SM[record.family] * 1e6
     return max(MEMORY_FLOOR_NS * num_heads * 1e-3, tensor)
 
 
@@ -65,7 +64,14 @@ def make_arm(record: Record, num_segments: int, num_heads: int, device: torch.de
     def run(keep=tensors):
         launch(record, "bench", values, device)
 
-    return Arm(record.variant, f"{record.family}/{record.symbol}", run, bytes=3 * B.nbytes)
+    return Arm(f"{record.family} {record.variant}", record.name, run, bytes=3 * B.nbytes)
+
+
+def choose_records(arch: Arch, forms: list[str] | None) -> list[Record]:
+    """Return the walk's records that build for a target, best family first; those of some forms if forms are given."""
+    records = [r for r in registry().records() if r.program == "transfer_walk" and arch.name in r.archs]
+    found = [r for r in records if forms is None or r.variant in forms]
+    return sorted(found, key=lambda record: arch.families.index(record.family))
 
 
 def main(argv: list[str]) -> int:
@@ -73,7 +79,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="cake-kda-jit bench walk", description=__doc__.splitlines()[0])
     parser.add_argument("--segments", type=int, nargs="+", default=[8, 16, 64, 256])
     parser.add_argument("--heads", type=int, nargs="+", default=[32, 96])
-    parser.add_argument("--forms", nargs="+", default=list(FORMS))
+    parser.add_argument("--forms", nargs="+", help="variants, of every family that has them; left out: all")
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--transpose", action="store_true")
     parser.add_argument("--json", type=Path, help="write the rows here")
@@ -83,8 +89,7 @@ def main(argv: list[str]) -> int:
         parser.error("the walk's speed is measured on a CUDA device; none was found")
     device = torch.device("cuda", torch.cuda.current_device())
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    family = select_walk(arch_of_device(device).name, None, 0).record.family
-    records = [registry().get("transfer_walk", form, family) for form in arguments.forms]
+    records = choose_records(arch_of_device(device), arguments.forms)
     rows, lines = [], []
     for num_heads in arguments.heads:
         for num_segments in arguments.segments:
@@ -112,11 +117,17 @@ def main(argv: list[str]) -> int:
 
 
 def print_ratio(rows: list[Row]) -> None:
-    """Print how much longer tf32_hilo takes than bf16x3_hw64, per case."""
-    medians = {(row.case, row.arm): row.ms.median for row in rows}
+    """Print how much longer the fastest tf32_hilo takes than the fastest bf16x3, per case."""
     for case in dict.fromkeys(row.case for row in rows):
-        if {(case, "tf32_hilo"), (case, "bf16x3_hw64")} <= medians.keys():
-            print(f"{case}: tf32_hilo / bf16x3_hw64 = {medians[case, 'tf32_hilo'] / medians[case, 'bf16x3_hw64']:.2f}")
+        best = {
+            form: min((row.ms.median for row in rows if row.case == case and is_form(row.arm)), default=None)
+            for form, is_form in (
+                ("tf32_hilo", lambda arm: arm.endswith(" tf32_hilo")),
+                ("bf16x3", lambda arm: " bf16x3" in arm),
+            )
+        }
+        if None not in best.values():
+            print(f"{case}: tf32_hilo / bf16x3 = {best['tf32_hilo'] / best['bf16x3']:.2f}")
 
 
 def draw(rows: list[Row], path: Path) -> None:
@@ -133,10 +144,10 @@ def draw(rows: list[Row], path: Path) -> None:
     head_counts = sorted({parts(row)[1] for row in rows})
     figure, axes = pyplot.subplots(1, len(head_counts), figsize=(5.5 * len(head_counts), 4), squeeze=False)
     for axis, num_heads in zip(axes[0], head_counts):
-        for form in dict.fromkeys(row.arm for row in rows):
-            chosen = [row for row in rows if row.arm == form and parts(row)[1:] == (num_heads, "memory")]
+        for arm in dict.fromkeys(row.arm for row in rows):
+            chosen = [row for row in rows if row.arm == arm and parts(row)[1:] == (num_heads, "memory")]
             axis.plot(
-                [parts(r)[0] for r in chosen], [1e3 * r.ms.median / parts(r)[0] for r in chosen], "o-", label=form
+                [parts(r)[0] for r in chosen], [1e3 * r.ms.median / parts(r)[0] for r in chosen], "o-", label=arm
             )
         axis.axhline(MEMORY_FLOOR_NS * num_heads * 1e-3, color="gray", linestyle=":", label="memory floor")
         axis.set(

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from ..programs.attention_fields import DTYPE_CODES
+from ..programs.conv_backward import workspace_bytes
+from ..programs.conv_forward import tile_tokens
 from ..runtime.device import arch_of_device
 from ..runtime.launch import launch
 from .checks import DTYPE_NAMES
@@ -39,9 +41,9 @@ class ConvInputs:
         arch = arch_of_device(self.x.device).name
         return ConvProblem(arch, DTYPE_NAMES[self.x.dtype], self.x.shape[1], self.weight.shape[1])
 
-    def values(self) -> dict[str, object]:
-        """The values of the argument fields that both programs share."""
-        return {
+    def values(self, family: str) -> dict[str, object]:
+        """The values of the argument fields that both programs share in a family."""
+        values = {
             "x": self.x.data_ptr(),
             "weight": self.weight.data_ptr(),
             "bias": address(self.bias),
@@ -55,6 +57,9 @@ class ConvInputs:
             "weight_dtype": DTYPE_CODES[DTYPE_NAMES[self.weight.dtype]],
             "state_dtype": DTYPE_CODES[DTYPE_NAMES[self.state_dtype]],
         }
+        if family == "cpu":
+            return values
+        return values | {"num_tokens": self.x.shape[0], "tile_tokens": tile_tokens(*self.x.shape)}
 
 
 def conv_forward(inputs: ConvInputs, *, output_final_state: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -67,7 +72,7 @@ def conv_forward(inputs: ConvInputs, *, output_final_state: bool) -> tuple[torch
             final_state.zero_() if inputs.initial_state is None else final_state.copy_(inputs.initial_state)
         return y, final_state
     chosen = select_conv("conv_forward", inputs.problem(), None)
-    values = inputs.values() | {"y": y.data_ptr(), "final_state": address(final_state)}
+    values = inputs.values(chosen.record.family) | {"y": y.data_ptr(), "final_state": address(final_state)}
     launch(chosen.record, chosen.reason, values, x.device)
     return y, final_state
 
@@ -89,7 +94,8 @@ def conv_backward(
             dinitial_state.copy_(dfinal_state)
         return dx, dweight, dbias, dinitial_state
     chosen = select_conv("conv_backward", inputs.problem(), None)
-    values = inputs.values() | {
+    family = chosen.record.family
+    values = inputs.values(family) | {
         "dy": dy.data_ptr(),
         "dy_strides": dy.stride(),
         "dfinal_state": address(dfinal_state),
@@ -98,5 +104,8 @@ def conv_backward(
         "dbias": address(dbias),
         "dinitial_state": address(dinitial_state),
     }
+    if family != "cpu":
+        workspace = x.new_empty(workspace_bytes(*x.shape, inputs.weight.shape[1]), dtype=torch.uint8)
+        values |= {"workspace": workspace.data_ptr(), "workspace_bytes": workspace.nbytes}
     launch(chosen.record, chosen.reason, values, x.device)
     return dx, dweight, dbias, dinitial_state

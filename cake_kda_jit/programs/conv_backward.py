@@ -1,31 +1,39 @@
-"""``conv_backward``: gradients of the causal depthwise convolution (cpu family)."""
+"""``conv_backward``: gradients of the causal depthwise convolution."""
 
 from __future__ import annotations
 
-from ..record import Field, Program, cpu_entry
-from .common import DTYPES
-from .conv_forward import INPUT_POINTERS, OPTIONS, SIZES, cpu_conv_record
+from ..record import Entry, Field, Program, cpu_entry
+from .conv_forward import CUDA_OPTIONS, CUDA_SIZES, INPUT_POINTERS, OPTIONS, SIZES, conv_records, tile_tokens
 
-ENTRY = cpu_entry(
-    INPUT_POINTERS
-    + (
-        Field("dy", "ptr", "[T, D] gradient of y, dtype of x"),
-        Field("dfinal_state", "ptr", "[N, D, W - 1] contiguous or null, dtype of the states"),
-        Field("dx", "ptr", "[T, D] contiguous, dtype of x"),
-        Field("dweight", "ptr", "[D, W] contiguous, dtype of weight"),
-        Field("dbias", "ptr", "[D] or null, dtype of weight"),
-        Field("dinitial_state", "ptr", "[N, D, W - 1] contiguous or null, dtype of the states"),
-    )
-    + (
-        Field("x_strides", "strides(2)", "elements per token, channel"),
-        Field("dy_strides", "strides(2)", "elements per token, channel"),
-    )
-    + SIZES
-    + OPTIONS
+POINTERS = INPUT_POINTERS + (
+    Field("dy", "ptr", "[T, D] gradient of y, dtype of x"),
+    Field("dfinal_state", "ptr", "[N, D, W - 1] contiguous or null, dtype of the states"),
+    Field("dx", "ptr", "[T, D] contiguous, dtype of x"),
+    Field("dweight", "ptr", "[D, W] contiguous, dtype of weight"),
+    Field("dbias", "ptr", "[D] or null, dtype of weight"),
+    Field("dinitial_state", "ptr", "[N, D, W - 1] contiguous or null, dtype of the states"),
 )
+STRIDES = (
+    Field("x_strides", "strides(2)", "elements per token, channel"),
+    Field("dy_strides", "strides(2)", "elements per token, channel"),
+)
+WORKSPACE_POINTERS = (Field("workspace", "ptr", "[tiles, W + 1, D] fp32: each tile's part of dweight and dbias"),)
+WORKSPACE_SIZES = (Field("workspace_bytes", "i64", "at least workspace_bytes()"),)
+
+
+def workspace_bytes(num_tokens: int, num_channels: int, width: int) -> int:
+    """Return the size of the CUDA families' workspace: an fp32 number per tile, channel, and tap or bias."""
+    num_tiles = max(1, -(-num_tokens // tile_tokens(num_tokens, num_channels)))
+    return num_tiles * (width + 1) * num_channels * 4
+
 
 PROGRAM = Program(
     name="conv_backward",
-    summary="gradients of x, weight, bias and initial_state of the convolution; sums in token order",
-    records=tuple(cpu_conv_record("conv_backward", ENTRY, dtype) for dtype in DTYPES),
+    summary="gradients of x, weight, bias and initial_state of the convolution; sums in a fixed order",
+    records=conv_records(
+        "conv_backward",
+        cpu_entry(POINTERS + STRIDES + SIZES + OPTIONS),
+        Entry(POINTERS + WORKSPACE_POINTERS + STRIDES + SIZES + CUDA_SIZES + WORKSPACE_SIZES + OPTIONS + CUDA_OPTIONS),
+    ),
+    bytes_note="per token and channel of 16 bits: x 2, dy 2, dx 2; workspace 8 (W + 1) per tile and channel",
 )

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from cake_kda_jit.errors import UnsupportedProblemError
+from cake_kda_jit.programs.conv_backward import workspace_bytes
+from cake_kda_jit.programs.conv_forward import tile_tokens
 
 from .convolutions import (
     DTYPES,
@@ -128,3 +130,14 @@ def test_refuses(changes, message):
     with pytest.raises(UnsupportedProblemError, match=message):
         launch("conv_backward", torch.float32, values | changes)
     assert outputs["dx"].isnan().all() and outputs["dweight"].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "channels", "tile"),
+    [(0, 1, 16), (1, 1, 16), (4096, 1024, 16), (4097, 2048, 32), (8192, 4096, 128), (131072, 12288, 512)],
+)
+def test_tiles_of_the_cuda_families(tokens, channels, tile):
+    """As many tokens as leave 256 CTAs of 1,024 channels; a tile has a row of the workspace per tap, and dbias one."""
+    assert tile_tokens(tokens, channels) == tile
+    for width in (2, 4):
+        assert workspace_bytes(tokens, channels, width) == max(1, -(-tokens // tile)) * (width + 1) * channels * 4
