@@ -7,6 +7,7 @@ of the machine's clocks meets all of them.
 from __future__ import annotations
 
 import json
+import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -113,14 +114,19 @@ class Row:
 
 def machine(device: torch.device) -> dict[str, str]:
     """Return what a number depends on: device, driver, CUDA and torch versions."""
-    driver = Path("/proc/driver/nvidia/version")
     is_cuda = device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(device) if is_cuda else _processor(),
-        "driver": driver.read_text().splitlines()[0] if is_cuda and driver.exists() else "none",
+        "driver": _driver_version() if is_cuda else "none",
         "cuda": torch.version.cuda or "none",
         "torch": torch.__version__,
     }
+
+
+def _driver_version() -> str:
+    path = Path("/proc/driver/nvidia/version")
+    found = re.search(r"\d+\.\d+(\.\d+)?", path.read_text()) if path.exists() else None
+    return found.group() if found else "unknown"
 
 
 def _processor() -> str:
