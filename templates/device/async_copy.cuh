@@ -9,6 +9,12 @@ __device__ __forceinline__ void copy_async_16(uint32_t shared, const void* globa
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" : : "r"(shared), "l"(global) : "memory");
 }
 
+// 16 bytes, or as many zeros: then nothing is read.
+__device__ __forceinline__ void copy_async_16_or_zeros(uint32_t shared, const void* global, bool is_copied) {
+  const int bytes = is_copied ? 16 : 0;
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" : : "r"(shared), "l"(global), "r"(bytes) : "memory");
+}
+
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" : : : "memory"); }
 
 // Waits until at most kPending of this thread's groups, the latest ones, are under way.

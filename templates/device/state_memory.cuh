@@ -1,71 +1,50 @@
-// A warp's rows of a transposed state, S^T [V, K], to and from memory. Rows g and g + 8 of a row tile are value columns
-// 2 g and 2 g + 1 of its 16; `column` is the lane's first one, 2 g included. Included after state_step.cuh.
+// A warp's 16 rows of a transposed state, S^T [V, K], to and from memory. `column` is the lane's first value column,
+// that of accumulator row g; the other is column + 8. Included after state_step and token_rows.cuh.
 #include <cstdint>
 
 namespace {
 
 // Public states [*, K, V] fp32: matrix number `index`.
-template <int kRowTiles>
-__device__ __forceinline__ void read_state(State<kRowTiles>& S, const void* states, int64_t index, int column) {
-  const float2* pairs = static_cast<const float2*>(states) + (index * kHeadDim * kHeadDim + column) / 2;
+__device__ __forceinline__ int64_t first_element(int64_t index, int column) {
+  return (index * kHeadDim + threadIdx.x % 4 * 2) * kHeadDim + column;
+}
+
+[[maybe_unused]] __device__ __forceinline__ void read_state(State& S, const void* states, int64_t index, int column) {
+  const float* source = static_cast<const float*>(states) + first_element(index, column);
 #pragma unroll
-  for (int m = 0; m < kRowTiles; ++m) {
-    for (int n = 0; n < kStateTiles; ++n) {
-      for (int e = 0; e < 2; ++e) {
-        const int k = 8 * n + 2 * (threadIdx.x % 4) + e;
-        const float2 pair = __ldg(pairs + k * kHeadDim / 2 + 8 * m);
-        S[m][n][e] = pair.x;
-        S[m][n][2 + e] = pair.y;
-      }
-    }
+  for (int n = 0; n < kStateTiles; ++n) {
+    for (int i = 0; i < 4; ++i) S[n][i] = __ldg(source + (8 * n + i % 2) * kHeadDim + i / 2 * 8);
   }
 }
 
-template <int kRowTiles>
-__device__ __forceinline__ void write_state(void* states, int64_t index, int column, const State<kRowTiles>& S) {
-  float2* pairs = static_cast<float2*>(states) + (index * kHeadDim * kHeadDim + column) / 2;
+[[maybe_unused]] __device__ __forceinline__ void write_state(void* states, int64_t index, int column, const State& S) {
+  float* target = static_cast<float*>(states) + first_element(index, column);
 #pragma unroll
-  for (int m = 0; m < kRowTiles; ++m) {
-    for (int n = 0; n < kStateTiles; ++n) {
-      for (int e = 0; e < 2; ++e) {
-        const int k = 8 * n + 2 * (threadIdx.x % 4) + e;
-        pairs[k * kHeadDim / 2 + 8 * m] = make_float2(S[m][n][e], S[m][n][2 + e]);
-      }
-    }
+  for (int n = 0; n < kStateTiles; ++n) {
+    for (int i = 0; i < 4; ++i) target[(8 * n + i % 2) * kHeadDim + i / 2 * 8] = S[n][i];
   }
 }
 
 // Checkpoints [*, V, K] fp32.
-template <int kRowTiles>
-__device__ __forceinline__ void write_checkpoint(void* checkpoints, int64_t index, int column,
-                                                 const State<kRowTiles>& S) {
+[[maybe_unused]] __device__ __forceinline__ void write_checkpoint(void* checkpoints, int64_t index, int column,
+                                                                  const State& S) {
   float2* pairs = static_cast<float2*>(checkpoints) + (index * kHeadDim + column) * kHeadDim / 2 + threadIdx.x % 4;
 #pragma unroll
-  for (int m = 0; m < kRowTiles; ++m) {
-    for (int half = 0; half < 2; ++half) {
-      for (int n = 0; n < kStateTiles; ++n) {
-        pairs[(16 * m + half) * kHeadDim / 2 + 4 * n] = make_float2(S[m][n][2 * half], S[m][n][2 * half + 1]);
-      }
+  for (int half = 0; half < 2; ++half) {
+    for (int n = 0; n < kStateTiles; ++n) {
+      pairs[8 * half * kHeadDim / 2 + 4 * n] = make_float2(S[n][2 * half], S[n][2 * half + 1]);
     }
   }
 }
 
-// Tiles h, dS [*, V, K] bf16. Lanes t and t ^ 1 trade halves, so that each stores 8 bytes and four of them a sector.
-template <int kRowTiles>
-__device__ __forceinline__ void write_state_tile(void* tiles, int64_t index, int column,
-                                                 const StateFactor<kRowTiles>& S) {
-  const int t = threadIdx.x % 4;
-  const bool is_odd = t % 2;
-  uint2* quads = static_cast<uint2*>(tiles) + (index * kHeadDim + column) * kHeadDim / 4 + t % 2 * 2 + t / 2;
+// Tiles h, dS [*, V, K] bf16.
+[[maybe_unused]] __device__ __forceinline__ void write_state_tile(void* tiles, int64_t index, int column,
+                                                                  const StateFactor& S) {
+  uint2* quads = static_cast<uint2*>(tiles) + ((index * kHeadDim + column) * kHeadDim + quad_column()) / 4;
 #pragma unroll
-  for (int m = 0; m < kRowTiles; ++m) {
-    for (int half = 0; half < 2; ++half) {
-      for (int k = 0; k < kStateSteps; ++k) {
-        const uint32_t first = S[m][k][half], second = S[m][k][2 + half];
-        const uint32_t received = __shfl_xor_sync(0xffffffffu, is_odd ? first : second, 1);
-        quads[(16 * m + half) * kHeadDim / 4 + 4 * k] =
-            is_odd ? make_uint2(received, second) : make_uint2(first, received);
-      }
+  for (int half = 0; half < 2; ++half) {
+    for (int k = 0; k < kStateSteps; ++k) {
+      quads[(8 * half * kHeadDim + 16 * k) / 4] = trade_for_quad(S[k][half], S[k][2 + half]);
     }
   }
 }

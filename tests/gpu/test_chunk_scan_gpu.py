@@ -202,6 +202,21 @@ def test_neighbours_change_no_bit():
     assert torch.equal(own["h"], found["h"][:, 1:4]) and torch.equal(own["v_new"], found["v_new"][:, 1:4])
 
 
+def test_the_width_of_a_cta_changes_no_bit():
+    """Many documents get wide CTAs, one alone narrow ones."""
+    pack = make_pack((70, *range(1, 80)), "bf16_k128", HV=1, **FUSED)
+    tiles = run_prepare(pack)
+    found = run(pack, tiles)
+    assert_like_twin(pack, tiles, found)
+    assert_exact_steps(pack, tiles, found)
+    for document in (0, 1, 66):
+        alone = document_of(pack, document)
+        own = run(alone, run_prepare(alone))
+        begin, end = pack.boundaries()[document : document + 2]
+        assert torch.equal(own["o"], found["o"][begin:end])
+        assert torch.equal(own["final_state"][0], found["final_state"][document])
+
+
 def test_absent_outputs_change_no_bit():
     pack = make_pack((130, 5), "bf16_k128", **FUSED)
     tiles = run_prepare(pack)
