@@ -11,6 +11,7 @@ from ..compiler.roots import user_roots
 from ..compiler.verify import verify_cache
 from ..errors import ConfigError
 from .common import add_json, print_json
+from .table import print_table
 
 ACTIONS = {
     "ls": "list the entries: size, last use, whether a process uses them",
@@ -56,12 +57,15 @@ def _ls(root: Path, arguments: argparse.Namespace) -> tuple[dict[str, object], b
     ]
     total = sum(entry.num_bytes for entry in entries)
     if not arguments.json:
-        for row in rows:
-            age = time.time() - row["last_used"]
-            state = "in use" if row["in_use"] else f"used {_ago(age)} ago"
-            print(f"{row['arch']:<10} {row['name']:<48} {row['bytes'] / 1024:9.0f} KiB  {state}")
+        lines = [(row["arch"], row["name"], f"{row['bytes'] / 1024:.0f}", _state(row)) for row in rows]
+        if lines:
+            print_table(("target", "entry", "KiB", "state"), lines, right=("KiB",))
         print(f"{len(rows)} entries, {total / 2**20:.1f} MiB in {root}")
     return {"root": str(root), "bytes": total, "entries": rows}, True
+
+
+def _state(row: dict[str, object]) -> str:
+    return "in use" if row["in_use"] else f"used {_ago(time.time() - row['last_used'])} ago"
 
 
 def _ago(seconds: float) -> str:

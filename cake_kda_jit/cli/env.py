@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 
 from .. import config
 from ..errors import ConfigError
 from .common import add_json, print_json
+from .table import print_table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,11 +26,19 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(rows)
     else:
-        width = max(len(row["name"]) for row in rows)
-        for row in rows:
-            shown = row["error"] or f"{row['value']!r}{'' if row['set'] else ' (default)'}"
-            print(f"{row['name'].ljust(width)}  {shown}  # {row['doc']}; {row['accepts']}")
+        lines = [(row["name"], _value(row), row["doc"], row["accepts"]) for row in rows]
+        print_table(("variable", "value", "what it does", "accepts"), lines)
     return 1 if any(row["error"] for row in rows) else 0
+
+
+def _value(row: dict[str, object]) -> str:
+    if row["error"]:
+        return row["error"]
+    value = row["value"]
+    if isinstance(value, tuple):
+        value = os.pathsep.join(value)
+    shown = "unset" if value in (None, "") else str(int(value) if isinstance(value, bool) else value)
+    return shown if row["set"] else f"{shown} (default)"
 
 
 def _row(knob: config.Knob) -> dict[str, object]:

@@ -8,6 +8,7 @@ from ..arch import FAMILIES
 from ..catalog import registry
 from ..compiler.lookup import is_built
 from .common import add_json, named_arch, print_json
+from .table import print_table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,12 +33,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json([{**r.description(), "shipped": r.shipped, "archs": a, "built": b} for r, a, b in rows])
         return 0
-    table = [("program", "variant", "family", "state", "targets (* built)")]
+    lines = []
     for record, archs, built in rows:
         marked = " ".join(name + "*" if name in built else name for name in archs)
         state = "shipped" if record.shipped else "test-only"
-        table.append((record.program, record.variant, record.family, state, marked))
-    widths = [max(len(line[column]) for line in table) for column in range(4)]
-    for line in table:
-        print("  ".join([*(cell.ljust(width) for cell, width in zip(line, widths)), line[4]]))
+        lines.append((record.program, record.variant, record.family, state, marked))
+    print_table(("program", "variant", "family", "state", "targets (* built)"), lines)
     return 0

@@ -1,4 +1,4 @@
-"""``report``: registers, spills, shared memory and compile seconds per program and target."""
+"""``report``: registers, spills, stack, shared memory, instructions and compile seconds per kernel and target."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import argparse
 from pathlib import Path
 
 from ..compiler import report
+from ..compiler.progress import step
 from ..compiler.roots import user_roots
 from ..errors import ConfigError
 from .common import add_json, print_json
+from .table import print_table
 
 _COLUMNS = {
     "registers": "registers",
     "spill_store_bytes": "spill st",
     "spill_load_bytes": "spill ld",
+    "stack_bytes": "stack",
     "shared_bytes": "static smem",
     "library_bytes": "library",
 }
@@ -46,24 +49,31 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _rows(directory: Path, arguments: argparse.Namespace) -> list[report.Row]:
     rows = report.read_reports(directory)
-    return [r for r in rows if arguments.arch in (None, r.arch) and arguments.program in (None, r.program)]
+    rows = [r for r in rows if arguments.arch in (None, r.arch) and arguments.program in (None, r.program)]
+    if not any(row.symbol for row in rows):
+        return rows
+    with step(f"counting the instructions of {len({row.library for row in rows})} libraries"):
+        return report.add_instructions(rows)
 
 
 def _print_rows(rows: list[report.Row]) -> None:
-    table = [("program", "variant", "target", "kernel", *_COLUMNS.values(), "seconds")]
+    lines = []
     for row in rows:
         numbers = [str(row.numbers.get(name, "-")) for name in _COLUMNS]
         seconds = "-" if row.seconds is None else f"{row.seconds:.1f}"
-        table.append((row.program, row.variant, row.arch, row.function or "-", *numbers, seconds))
-    widths = [max(map(len, column)) for column in zip(*table)]
-    for cells in table:
-        left = [cell.ljust(width) for cell, width in zip(cells[:4], widths)]
-        print("  ".join([*left, *(cell.rjust(width) for cell, width in zip(cells[4:], widths[4:]))]))
+        mix = " ".join(f"{name} {number}" for name, number in row.instructions.items())
+        reason = "-" if not row.note else "not counted"
+        function = row.function.removeprefix(f"{row.program}__{row.variant}__") or "-"
+        lines.append((row.program, row.variant, row.arch, function, *numbers, seconds, mix or reason))
+    names = ("program", "variant", "target", "kernel", *_COLUMNS.values(), "seconds", "instructions")
+    print_table(names, lines, right=(*_COLUMNS.values(), "seconds"))
+    for note in dict.fromkeys(row.note for row in rows if row.note):
+        print(f"instructions not counted: {note}")
 
 
 def _print_changes(changes: list[report.Change], arguments: argparse.Namespace) -> int:
     if arguments.json:
-        print_json([{"kernel": list(change.name), "changed": change.changed()} for change in changes])
+        print_json([_as_json(change) for change in changes])
         return 0
     for change in changes:
         program, variant, arch, function = change.name
@@ -71,7 +81,14 @@ def _print_changes(changes: list[report.Change], arguments: argparse.Namespace) 
         if change.before is None or change.after is None:
             print(f"{name}: only in {arguments.diff[change.before is None]}")
             continue
-        shown = (f"{field} {before} -> {after}" for field, (before, after) in change.changed().items())
+        shown = (f"{field} {before} -> {after}" for field, (before, after) in change.changed.items())
         print(f"{name}: {', '.join(shown)}")
     print(f"{len(changes)} kernels differ")
     return 0
+
+
+def _as_json(change: report.Change) -> dict[str, object]:
+    only = None
+    if change.before is None or change.after is None:
+        only = "B" if change.before is None else "A"
+    return {"kernel": list(change.name), "changed": change.changed, "only_in": only}

@@ -43,7 +43,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _verdict(neighbour: Neighbour) -> str:
     if neighbour.fault:
         return f"unusable: {neighbour.fault}"
-    return f"{len(neighbour.differences)} fields differ" if neighbour.differences else "the same"
+    number = len(neighbour.differences)
+    return f"{number} field{'s differ' if number > 1 else ' differs'}" if number else "the same"
 
 
 def _short(value: object) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import shlex
+import shutil
 import time
 import warnings
 from pathlib import Path
@@ -130,6 +131,13 @@ def _run(request: Request, staging: Path, place: failures.Place) -> str:
     """Compile and return the log; raises the typed error of a failure."""
     outcome = ninja.run_ninja(staging)
     if outcome.status != 0:
-        limit = config.read("COMPILE_TIMEOUT")
-        raise failure(request.record, request.arch, outcome.status, outcome.log, place, limit)
+        raise failure(
+            request.record,
+            request.arch,
+            outcome.status,
+            outcome.log,
+            place,
+            seconds=config.read("COMPILE_TIMEOUT"),
+            free_bytes=shutil.disk_usage(staging).free,
+        )
     return outcome.log

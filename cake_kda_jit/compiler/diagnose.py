@@ -46,6 +46,8 @@ _HINTS = (
      "hold flags of another compiler?"),
 )  # fmt: skip
 
+_FULL_BYTES = 1 << 20
+
 
 @dataclass(frozen=True)
 class Place:
@@ -64,8 +66,13 @@ def first_error(log: str) -> str | None:
     return lines[-1] if lines else None
 
 
-def failure(record: Record, arch: Arch, status: int | None, log: str, place: Place, seconds: float) -> BuildError:
-    """Return the typed error of a compiler that did not succeed."""
+def failure(
+    record: Record, arch: Arch, status: int | None, log: str, place: Place, *, seconds: float, free_bytes: int
+) -> BuildError:
+    """Return the typed error of a compiler that did not succeed.
+
+    ``seconds`` was its time limit, ``free_bytes`` are left on the disk that it wrote to.
+    """
     what = f"{record.name} for {arch.name}"
     parts = {"log": place.log, "reproduction": place.reproduction, "first_error": first_error(log)}
     if status is None:
@@ -74,7 +81,9 @@ def failure(record: Record, arch: Arch, status: int | None, log: str, place: Pla
             hint="set CAKE_KDA_JIT_COMPILE_TIMEOUT to more seconds",
             **parts,
         )
-    if "No space left on device" in log:
+    # A disk can be too full for the very message that says so.
+    is_silent = not any(_ERROR_LINE.search(line) for line in log.splitlines() if not _NOISE.search(line.strip()))
+    if "No space left on device" in log or (is_silent and free_bytes < _FULL_BYTES):
         return DiskFull(
             f"the disk is full: compiling {what} failed",
             hint="free space, or set CAKE_KDA_JIT_CACHE_DIR to another file system",
@@ -132,8 +141,11 @@ def resources(log: str) -> list[dict[str, Any]]:
     return kernels
 
 
+_LITERALS = re.compile(r"I((?:L[a-z]n?\d+E)+)E")
+
+
 def short_name(symbol: str) -> str:
-    """Return the last identifier of a mangled C++ name, or the name itself."""
+    """Return the last identifier of a mangled C++ name with its numeric template arguments, or the name itself."""
     if not symbol.startswith("_Z"):
         return symbol
     names, rest = [], symbol[2:].lstrip("NLS")
@@ -141,7 +153,10 @@ def short_name(symbol: str) -> str:
         start, length = match.end(), int(match.group(1))
         names.append(rest[start : start + length])
         rest = rest[start + length :]
-    return names[-1] if names else symbol
+    literals = _LITERALS.match(rest)
+    arguments = re.findall(r"L[a-z](n?\d+)E", literals.group(1)) if literals else []
+    shown = f"<{', '.join(arguments).replace('n', '-')}>" if arguments else ""
+    return names[-1] + shown if names else symbol
 
 
 def check_limits(record: Record, arch: Arch, kernels: list[dict[str, Any]], place: Place) -> None:

@@ -17,7 +17,7 @@ from .discover import INSTALL_COMMAND, NvccPlace, all_nvccs, find_host_compiler,
 from .flags import extra_flags
 from .gc import list_entries
 from .jobs import available_cores, available_memory, num_jobs
-from .lock import locks_directory
+from .lock import held_locks, locks_directory
 from .ninja import find_ninja
 from .probe import probe_host, probe_nvcc
 from .providers import find_providers
@@ -26,6 +26,7 @@ from .toolchain import NVCC_FLAG_VARIABLES, SCRUBBED, Tool, Toolchain, run_tool
 
 OK, WARN, FAIL = "ok", "warning", "broken"
 _LOW_DISK = 1 << 30
+_SILENT_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
@@ -216,12 +217,14 @@ def _cache() -> Iterator[Finding]:
     number = len(list_entries(root))
     yield Finding("cache", OK, f"{root} is writable; {number} kernels, {size >> 20} of at most {limit >> 20} MiB")
     free = shutil.disk_usage(root).free
-    if free < _LOW_DISK:
-        yield Finding("disk", WARN, f"{free >> 20} MiB are free at {root}", "free space, or set CAKE_KDA_JIT_CACHE_DIR")
+    is_low = free < _LOW_DISK
+    do = "free space, or set CAKE_KDA_JIT_CACHE_DIR" if is_low else ""
+    yield Finding("disk", WARN if is_low else OK, f"{free >> 20} MiB are free at {root}", do)
     if os.statvfs(root).f_flag & os.ST_NOEXEC:
         do = "set CAKE_KDA_JIT_CACHE_DIR to a file system that is mounted without noexec"
         yield Finding("cache mount", FAIL, f"{root} is mounted noexec: no library there can be loaded", do)
     yield _locks(root)
+    yield from _builds(root)
 
 
 def _locks(root: Path) -> Finding:
@@ -239,6 +242,20 @@ def _locks(root: Path) -> Finding:
             "set CAKE_KDA_JIT_CACHE_DIR to a local file system",
         )
     return Finding("locks", OK, "the cache's file system can lock")
+
+
+def _builds(root: Path) -> Iterator[Finding]:
+    """Tell which build locks are held, by whom and since when."""
+    held = held_locks(root)
+    if not held:
+        yield Finding("builds", OK, "no process is building here")
+    for one in held:
+        if one.silent_seconds is None or one.silent_seconds > _SILENT_SECONDS:
+            silent = "" if one.silent_seconds is None else f", without a sign of life for {one.silent_seconds:.0f} s"
+            do = f"if that process hangs, end it; the lock is {one.path}"
+            yield Finding("builds", WARN, f"{one.name} is held by {one.holder}{silent}", do)
+        else:
+            yield Finding("builds", OK, f"{one.name} is held by {one.holder}")
 
 
 def find_device_target(capability: tuple[int, int]) -> Arch | None:

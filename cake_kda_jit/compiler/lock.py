@@ -15,6 +15,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,36 @@ def _heartbeat(holder: Path) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
+
+
+@dataclass(frozen=True)
+class HeldLock:
+    """A build lock that a process holds now: of which entry, who holds it in words, and its file.
+
+    ``silent_seconds`` is the time since the holder's last heartbeat, None if it never gave one.
+    """
+
+    name: str
+    holder: str
+    path: Path
+    silent_seconds: float | None
+
+
+def held_locks(root: Path) -> list[HeldLock]:
+    """Return the build locks of a cache that are held now. A lock that nobody holds is tried and let go."""
+    found = []
+    for path in sorted(locks_directory(root).glob("*.lock")):
+        try:
+            flock.release(flock.lock_existing(path))
+        except flock.Busy:
+            holder = path.with_suffix(".holder")
+            silent = None
+            with contextlib.suppress(OSError):
+                silent = max(time.time() - holder.stat().st_mtime, 0.0)
+            found.append(HeldLock(path.stem, shown(read_holder(holder)), path, silent))
+        except OSError:
+            continue  # gone meanwhile, or the file system cannot lock, which the caller has tested
+    return found
 
 
 def read_holder(holder: Path) -> dict[str, Any] | None:

@@ -32,7 +32,10 @@ DEFAULT_VERSION = f"{NEWEST[0]}.{NEWEST[1]}"
 FIRST_MAJOR = 13  # earlier nvcc packages hold no nvcc
 INSTALL_SECONDS = 1800.0
 
-_SAME_RELEASE = ("nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-nvvm", "nvidia-cuda-runtime")
+_SAME_RELEASE = (
+    "nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-nvvm", "nvidia-cuda-runtime",
+    "nvidia-cuda-cuobjdump", "nvidia-cuda-nvdisasm",  # for `report`
+)  # fmt: skip
 
 
 def toolchain_directory() -> Path:

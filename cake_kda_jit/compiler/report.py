@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
 from .artifact import PROVENANCE, REPORT
 from .diagnose import short_name
+from .disassemble import GROUPS, TOTAL, instruction_mix
+from .jobs import available_cores
 from .roots import VERSION_DIR
 
 NUMBERS = ("registers", "spill_store_bytes", "spill_load_bytes", "stack_bytes", "shared_bytes", "constant_bytes")
@@ -22,7 +25,9 @@ class Row:
     """One kernel function of one library, or a library of the cpu family, which has none.
 
     ``numbers`` has registers, spilled, stack, shared and constant bytes of the function, and ``library_bytes``.
-    ``seconds`` is the time of the whole library's compilation, None where it was left out.
+    ``seconds`` is the time of the whole library's compilation, None where it was left out. ``instructions`` are the
+    function's instructions by group, empty where nothing was disassembled; ``note`` then says why, and is empty for a
+    library without kernels.
     """
 
     program: str
@@ -32,6 +37,10 @@ class Row:
     numbers: dict[str, int]
     seconds: float | None
     toolchain: str
+    symbol: str
+    library: Path
+    instructions: dict[str, int] = field(default_factory=dict)
+    note: str = ""
 
     @property
     def name(self) -> tuple[str, str, str, str]:
@@ -48,6 +57,8 @@ class Row:
             **self.numbers,
             "seconds": self.seconds,
             "toolchain": self.toolchain,
+            "instructions": self.instructions or None,
+            "note": self.note or None,
         }
 
 
@@ -72,40 +83,70 @@ def _rows(entry: Path) -> Iterator[Row]:
         provenance = json.loads((entry / PROVENANCE).read_bytes())
         record, arch = provenance["record"], provenance["arch"]
         tool = provenance["toolchain"]["cuda"] or provenance["toolchain"]["host"]
+        library = entry / provenance["library"]["name"]
     except (OSError, ValueError, KeyError, TypeError):
         return  # `cache verify` is who tells of damage
+    seen: dict[str, int] = {}
     for kernel in report["kernels"] or [{"function": ""}]:
         numbers = {name: kernel[name] for name in NUMBERS if name in kernel}
         numbers["library_bytes"] = report["library_bytes"]
+        name = short_name(kernel["function"])
+        seen[name] = seen.get(name, 0) + 1
         yield Row(
             record["program"],
             record["variant"],
             arch,
-            short_name(kernel["function"]),
+            name if seen[name] == 1 else f"{name} #{seen[name]}",
             numbers,
             report.get("seconds"),
             tool["version"],
+            kernel["function"],
+            library,
         )
+
+
+def add_instructions(rows: list[Row]) -> list[Row]:
+    """Return the rows with the instructions of their kernels, as many libraries at a time as there are cores."""
+    libraries = sorted({row.library for row in rows if row.symbol})
+    with ThreadPoolExecutor(available_cores()) as pool:
+        found = dict(zip(libraries, pool.map(instruction_mix, libraries)))
+    result = []
+    for row in rows:
+        mix, reason = found.get(row.library, ({}, ""))
+        result.append(replace(row, instructions=mix.get(row.symbol, {}), note=reason))
+    return result
 
 
 @dataclass(frozen=True)
 class Change:
-    """A kernel that differs between two directories: None where one does not have it."""
+    """A kernel whose numbers differ between two directories: field -> (before, after).
+
+    ``before`` and ``after`` are None where a directory does not have the kernel.
+    """
 
     name: tuple[str, str, str, str]
-    before: dict[str, int] | None
-    after: dict[str, int] | None
-
-    def changed(self) -> dict[str, tuple[int | None, int | None]]:
-        """Return the numbers that differ, as (before, after)."""
-        before, after = self.before or {}, self.after or {}
-        names = [name for name in (*NUMBERS, "library_bytes") if before.get(name) != after.get(name)]
-        return {name: (before.get(name), after.get(name)) for name in names}
+    before: Row | None
+    after: Row | None
+    changed: dict[str, tuple[int | None, int | None]]
 
 
 def compare(before: list[Row], after: list[Row]) -> list[Change]:
-    """Return the kernels whose numbers differ between two directories, or that only one has."""
-    first = {row.name: row.numbers for row in before}
-    second = {row.name: row.numbers for row in after}
-    changes = [Change(name, first.get(name), second.get(name)) for name in sorted(first.keys() | second.keys())]
-    return [change for change in changes if change.before != change.after]
+    """Return the kernels whose numbers or instructions differ between two directories, or that only one has.
+
+    Instructions count where both sides were disassembled.
+    """
+    first, second = {row.name: row for row in before}, {row.name: row for row in after}
+    changes = []
+    for name in sorted(first.keys() | second.keys()):
+        one, other = first.get(name), second.get(name)
+        changed = {} if one is None or other is None else dict(_changed(one, other))
+        if changed or one is None or other is None:
+            changes.append(Change(name, one, other, changed))
+    return changes
+
+
+def _changed(one: Row, other: Row) -> Iterator[tuple[str, tuple[int | None, int | None]]]:
+    pairs = [(name, one.numbers.get(name), other.numbers.get(name)) for name in (*NUMBERS, "library_bytes")]
+    if one.instructions and other.instructions:
+        pairs += [(n, one.instructions.get(n, 0), other.instructions.get(n, 0)) for n in (*GROUPS, TOTAL)]
+    yield from ((name, (before, after)) for name, before, after in pairs if before != after)

@@ -14,6 +14,7 @@ from ..compiler.conftest import (  # noqa: F401  the compiler's fixtures serve h
     fake_cxx,
     no_cuda,
     quick_cxx,
+    quick_locks,
     tiny_library,
     toolkit,
 )

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 
 import pytest
 
-from cake_kda_jit.compiler import discover, doctor, flock, pip_toolchain, roots
+from cake_kda_jit.cli import doctor as doctor_verb
+from cake_kda_jit.compiler import discover, doctor, flock, lock, pip_toolchain, roots
 from cake_kda_jit.compiler.build import build
 
 from ..compiler.tiny import HOST_ARCH, tiny_record
@@ -40,6 +42,7 @@ def test_sound_machine(examine, use, cli):
     code, found = examine()
     assert code == 0 and {status for status, _, _ in found.values()} == {"ok"}
     assert {"host link probe", "nvcc link probe", "nvcc targets", "ninja", "cache", "locks", "jobs"} <= found.keys()
+    assert "MiB are free at" in found["disk"][1] and found["builds"][1] == "no process is building here"
     assert "knows sm_80" in found["nvcc targets"][1] and "does not know sm_107a" in found["nvcc targets"][1]
     assert "toolchain install" in found["nvcc targets"][2]
     assert "CUDA_HOME" in found["nvcc"][1] and len(fake.calls) == 1, "the probe is a compilation"
@@ -157,6 +160,91 @@ def test_file_system_without_locks(examine, monkeypatch, no_cuda):
     monkeypatch.setattr(flock.fcntl, "flock", fail)
     code, found = examine()
     assert code == 0 and found["locks"][0] == "warning" and "No locks available" in found["locks"][1]
+
+
+def test_held_locks_are_told_with_holder_and_age(examine, no_cuda, cache_dir, quick_locks):
+    with lock.build_lock(cache_dir, "tiny__fp32.0123456789ab"):
+        code, found = examine()
+        status, says, _ = found["builds"]
+        assert code == 0 and status == "ok" and "tiny__fp32.0123456789ab is held by process" in says
+        assert f"process {os.getpid()} on " in says and "building since " in says
+        with pytest.raises(flock.Busy):
+            flock.lock_file(cache_dir / "v1" / ".locks" / "tiny__fp32.0123456789ab.lock")
+    assert examine()[1]["builds"][1] == "no process is building here"
+
+
+def test_lock_whose_holder_is_silent_is_a_warning(examine, no_cuda, cache_dir):
+    path = cache_dir / "v1" / ".locks" / "tiny__fp32.0123456789ab.lock"
+    path.parent.mkdir(parents=True)
+    handle = flock.lock_file(path)
+    holder = path.with_suffix(".holder")
+    try:
+        assert examine()[1]["builds"][:2] == ("warning", "tiny__fp32.0123456789ab is held by another process")
+        holder.write_text(json.dumps({"pid": 7, "host": "far", "start": 1000.0, "heartbeat": 3}))
+        os.utime(holder, (1000, 1000))
+        status, says, do = examine()[1]["builds"]
+        assert status == "warning" and "process 7 on far" in says and "without a sign of life" in says
+        assert str(path) in do
+    finally:
+        flock.release(handle)
+
+
+def test_driver_is_told(examine, no_cuda, monkeypatch, tmp_path):
+    monkeypatch.setattr(doctor_verb, "DRIVER", tmp_path / "version")
+    assert "no NVIDIA driver is loaded" in examine()[1]["driver"][1]
+    (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX Open Kernel Module  570.86.15\nGCC version: 12\n")
+    assert examine()[1]["driver"][1] == "NVIDIA UNIX Open Kernel Module  570.86.15"
+
+
+def test_torch_is_optional(examine, no_cuda, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    code, found = examine()
+    assert code == 0 and found["torch"][0] == "warning" and "pip install torch" in found["torch"][2]
+    assert found[f"chunk_kda on {HOST_ARCH}"][0] == "ok"
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Make torch see GPUs of the given compute capabilities."""
+    import torch
+
+    def see(*capabilities):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capabilities[index])
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU of {capabilities[index]}")
+
+    return see
+
+
+def test_each_gpu_is_told_with_its_target_and_what_it_would_run(examine, use, gpus):
+    use()
+    gpus((9, 0), (8, 0))
+    code, found = examine()
+    assert "GPU 1: GPU of (8, 0) of compute capability 8.0, target sm_80" in found["device"][1]
+    for target in (HOST_ARCH, "sm_90a", "sm_80"):
+        assert f"chunk_kda on {target}" in found
+    _, says, _ = found["chunk_kda on sm_80"]
+    assert "smxx/chunk_scan__bf16_k128 (compiled on its first use; bf16, K = V = 128; smxx is the best family" in says
+
+
+def test_gpu_without_a_target_is_broken(examine, no_cuda, gpus):
+    gpus((7, 0))
+    code, found = examine()
+    assert code == 1 and found["device"][0] == "broken" and "has no target here" in found["device"][1]
+
+
+def test_choice_is_explained_and_a_refusal_too(monkeypatch):
+    found = doctor_verb.attention_finding(HOST_ARCH)
+    assert found.status == "ok" and "cpu/chunk_scan__bf16_k128 (" in found.says
+    assert f"cpu is the best family of {HOST_ARCH}" in found.says and "bf16x3_hw64 by default" in found.says
+    monkeypatch.setenv("CAKE_KDA_JIT_FAMILY", "smxx")
+    found = doctor_verb.attention_finding(HOST_ARCH)
+    assert found.status == "warning" and "CAKE_KDA_JIT_FAMILY" in found.do
+    assert f"chunk_scan: none, because family 'smxx' cannot run on {HOST_ARCH}; it has cpu" in found.says
+    monkeypatch.setenv("CAKE_KDA_JIT_DISABLE", "1")
+    monkeypatch.setenv("CAKE_KDA_JIT_FAMILY", "cpu")
+    assert "not built, and compiling is disabled" in doctor_verb.attention_finding(HOST_ARCH).says
 
 
 def test_malformed_settings_are_all_named(cli, monkeypatch):

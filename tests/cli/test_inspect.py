@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import zipfile
+from dataclasses import replace
 
 import pytest
 
@@ -178,14 +179,114 @@ def two_builds(records, toolkit, monkeypatch, tmp_path):
     return tmp_path / "A", tmp_path / "B"
 
 
+@pytest.fixture
+def disassembler(no_cuda, monkeypatch, tmp_path):
+    """Put a fake cuobjdump beside a named nvcc; it prints ``text``, or does what ``body`` says."""
+
+    def make(place, text: str = "", body: str = ""):
+        path = place / "bin" / "cuobjdump"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"#!/bin/sh\necho x >> '{tmp_path}/disassembled'\n{body}\ncat <<'EOF'\n{text}EOF\n")
+        path.chmod(0o755)
+        return tmp_path / "disassembled"
+
+    return make
+
+
+SASS = """\
+
+Fatbin elf code:
+================
+arch = sm_90a
+\tcode for sm_90a
+\t\tFunction : _ZN12_GLOBAL__N_15scaleEPflf
+\t.headerflags\t@"EF_CUDA_SM90"
+        /*0000*/                   LDC R1, c[0x0][0x28] ;           /* 0x00000a00ff017b82 */
+                                                                    /* 0x000fe20000000800 */
+        /*0010*/                   S2R R0, SR_TID.X ;               /* 0x0000000000007919 */
+        /*0020*/               @P0 EXIT ;                           /* 0x000000000000094d */
+        /*0030*/                   LDG.E.128 R4, desc[UR4][R2.64] ; /* 0x0000000402047981 */
+        /*0040*/              @!P1 LDG.E R8, desc[UR4][R2.64+0x4] ; /* 0x0000000402047981 */
+        /*0050*/                   LDGSTS.E.BYPASS.128 [R9], desc[UR4][R2.64] ;
+        /*0060*/                   HMMA.16816.F32.BF16 R4, R4, R8, R4 ;
+        /*0070*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], R24 ;
+        /*0080*/             @!UP0 UTMALDG.2D [UR8], [UR4] ;
+        /*0090*/                   LDSM.16.MT88.4 R4, [R9] ;
+        /*00a0*/                   LDS.128 R4, [R9] ;
+        /*00b0*/                   STS [R9], R4 ;
+        /*00c0*/                   MUFU.EX2 R5, R5 ;
+        /*00d0*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;
+        /*00e0*/                   ATOMS.ADD R4, [R9], R5 ;
+        /*00f0*/                   RED.E.ADD.F32.FTZ.RN.STRONG.GPU desc[UR4][R2.64], R7 ;
+        /*0100*/                   LDL R5, [R1] ;
+        /*0110*/                   STL [R1], R5 ;
+        /*0120*/              @PT  STG.E desc[UR4][R2.64], R5 ;
+        /*0130*/                   BRA 0x130;
+        /*0140*/                   NOP;
+"""
+MIX = {"HMMA": 1, "HGMMA": 1, "LDSM": 1, "LDG": 2, "LDGSTS": 1, "TMA": 1, "STG": 1, "LDS": 1, "STS": 1, "MUFU": 1,
+       "BAR": 1, "RED/ATOM": 2, "local": 2, "all": 20}  # fmt: skip
+
+
+def test_report_counts_instructions_once(cli, two_builds, disassembler, tmp_path):
+    calls = disassembler(tmp_path / "B cuda", SASS)
+    for _ in range(2):
+        (row,) = json.loads(cli("report", "--dir", two_builds[1], "--json")[1])
+        assert row["instructions"] == MIX and row["note"] is None
+    assert calls.read_text() == "x\n", "it is remembered"
+    out = cli("report", "--dir", two_builds[1])[1]
+    assert "HMMA 1 HGMMA 1 LDSM 1 LDG 2" in out and "local 2" in out
+
+
+def test_report_without_a_disassembler_says_so(cli, two_builds, disassembler, tmp_path):
+    (row,) = json.loads(cli("report", "--json")[1])
+    assert row["instructions"] is None and "no cuobjdump beside any nvcc or on PATH" in row["note"]
+    code, out, _ = cli("report")
+    assert code == 0 and "not counted" in out.splitlines()[1] and "toolchain install" in out.splitlines()[2]
+    calls = disassembler(tmp_path / "B cuda", body="echo 'cuobjdump fatal : unknown sm' >&2; exit 1")
+    (row,) = json.loads(cli("report", "--json")[1])
+    assert row["registers"] == 168 and row["note"].endswith("cuobjdump fails: cuobjdump fatal : unknown sm")
+    assert calls.exists(), "a failure is tried again next time"
+
+
+def test_report_of_a_cpu_library_has_no_instructions(cli, records, quick_cxx):
+    quick_cxx()
+    build(tiny_record(), HOST_ARCH)
+    (row,) = json.loads(cli("report", "--json")[1])
+    assert (row["instructions"], row["note"], row["function"]) == (None, None, "") and row["library_bytes"] > 0
+    assert "registers" not in row and "not counted" not in cli("report")[1]
+
+
+def test_report_diff_of_instructions(two_builds):
+    (before,), (after,) = (report.read_reports(path) for path in two_builds)
+    mix = dict(MIX, HMMA=2)
+    (change,) = report.compare([replace(before, instructions=MIX)], [replace(after, instructions=mix)])
+    assert change.changed["HMMA"] == (1, 2) and "LDG" not in change.changed
+    (change,) = report.compare([before], [replace(after, instructions=mix)])
+    assert "HMMA" not in change.changed, "what one side does not know is no difference"
+
+
+def test_two_kernels_of_one_name_are_two_rows(cli, records, toolkit, monkeypatch):
+    log = PTXAS.format(registers=32, spill=0) + PTXAS.format(registers=64, spill=0).replace("scaleEPflf", "scaleEPdld")
+    monkeypatch.setenv("CAKE_KDA_JIT_NVCC", str(toolkit(body=f"cat <<'EOF'\n{log}EOF").nvcc))
+    build(tiny_record("smxx"), "sm_90a")
+    rows = json.loads(cli("report", "--json")[1])
+    assert [(row["function"], row["registers"]) for row in rows] == [("scale", 32), ("scale #2", 64)]
+
+
 def test_report(cli, two_builds):
     code, out, _ = cli("report", "--dir", two_builds[0], "--json")
     (row,) = json.loads(out)
     assert code == 0 and (row["program"], row["arch"], row["function"]) == ("tiny", "sm_90a", "scale")
     assert (row["registers"], row["spill_store_bytes"], row["spill_load_bytes"]) == (160, 16, 20)
-    assert row["shared_bytes"] == 1024 and row["seconds"] >= 0 and row["toolchain"] == "13.0.99"
+    assert (
+        row["shared_bytes"] == 1024
+        and row["stack_bytes"] == 24
+        and row["seconds"] >= 0
+        and row["toolchain"] == "13.0.99"
+    )
     code, out, _ = cli("report")
-    head, line = out.splitlines()
+    head, line = out.splitlines()[:2]
     assert code == 0 and head.split()[:5] == ["program", "variant", "target", "kernel", "registers"]
     assert line.split()[:5] == ["tiny", "fp32", "sm_90a", "scale", "168"], "the default is the user cache"
     assert cli("report", "--arch", "sm_80")[0] == 1, "there is nothing to show"
@@ -206,7 +307,9 @@ def test_report_diff(cli, two_builds):
         ("transfer_walk__kernel", "transfer_walk__kernel"),
         ("_ZN12_GLOBAL__N_15scaleEPflf", "scale"),
         ("_Z5scalePf", "scale"),
-        ("_ZN4tiny6kernelILi64EEEvPf", "kernel"),
+        ("_ZN4tiny6kernelILi64EEEvPf", "kernel<64>"),
+        ("_ZN12_GLOBAL__N_16kernelILi128ELb0ELin2EEEvNS_4ArgsE", "kernel<128, 0, -2>"),
+        ("_ZN4tiny6kernelI6__halfEEvPT_", "kernel"),
         ("_Z", "_Z"),
     ],
 )

@@ -40,10 +40,10 @@ def test_every_failure_is_in_the_table():
         for name, kind in vars(errors).items()
         if isinstance(kind, type) and issubclass(kind, (errors.BuildError, errors.LoadError, errors.ConfigError))
     }
-    named = {cells[1].strip("`") for cells in rows("failures.md")}
+    named = {cells[1].strip("`") for cells in rows("debugging.md")}
     assert kinds - {"BuildError"} <= named, "each has a row of its own"
     endings = "Error|Found|Mismatch|Arch|Output|Exceeded|Full|Timeout"
-    for name in re.findall(rf"`(\w+(?:{endings}))`", str(rows("failures.md"))):
+    for name in re.findall(rf"`(\w+(?:{endings}))`", str(rows("debugging.md"))):
         assert name in vars(errors), name
 
 
@@ -59,7 +59,7 @@ def test_every_verb_is_in_the_table_and_has_json():
         assert "--json" in options(verb), verb
 
 
-@pytest.mark.parametrize("page", ["command-line.md", "failures.md"])
+@pytest.mark.parametrize("page", ["command-line.md", "debugging.md", "build-and-cache.md", "prebuilt-in-containers.md"])
 def test_options_in_commands_exist(page):
     text = (DOCS / page).read_text(encoding="utf-8")
     for verb, rest in re.findall(r"python -m cake_kda_jit ([a-z]+)([^\n`]*)", text):

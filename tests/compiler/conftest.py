@@ -89,7 +89,7 @@ def toolkit(tmp_path, tiny_library):
 @pytest.fixture
 def no_cuda(monkeypatch, tmp_path):
     """No nvcc on PATH or in the usual place."""
-    monkeypatch.setenv("PATH", path_without("nvcc"))
+    monkeypatch.setenv("PATH", path_without("nvcc", "cuobjdump"))
     monkeypatch.setattr(discover, "USUAL_CUDA", str(tmp_path / "no such directory"))
 
 

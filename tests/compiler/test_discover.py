@@ -257,7 +257,8 @@ class TestInstall:
         assert tool.path == str(cache_dir / "toolchains" / "cuda-13.5" / "nvidia" / "cu13" / "bin" / "nvcc")
         command = calls.read_text()
         for package in ("nvidia-cuda-nvcc==13.5.*", "nvidia-cuda-crt==13.5.*", "nvidia-nvvm==13.5.*",
-                        "nvidia-cuda-runtime==13.5.*", "nvidia-cuda-cccl>=13,<13.6"):  # fmt: skip
+                        "nvidia-cuda-runtime==13.5.*", "nvidia-cuda-cuobjdump==13.5.*", "nvidia-cuda-nvdisasm==13.5.*",
+                        "nvidia-cuda-cccl>=13,<13.6"):  # fmt: skip
             assert package in command.split()
         assert "--target" in command and "--no-deps" in command
         assert pip_toolchain.install_toolchain().path == tool.path

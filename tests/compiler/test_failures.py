@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import shutil
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 
 from cake_kda_jit import errors
+from cake_kda_jit.compiler import build as build_module
 from cake_kda_jit.compiler import diagnose, ninja, publish
 from cake_kda_jit.compiler.build import build
 from cake_kda_jit.record import BuildKeywords, Limits
@@ -118,6 +120,18 @@ def test_spill_of_a_fake_nvcc(data, toolkit, monkeypatch):
         build(tiny_record("smxx", limits=Limits(max_spill_bytes=0)), "sm_90a")
 
 
+@pytest.mark.parametrize("limit, is_allowed", [(64, False), (72, True), (None, True)])
+def test_limit_of_registers(data, toolkit, monkeypatch, limit, is_allowed):
+    log = "ptxas info    : Compiling entry function '_Z5scalePf' for 'sm_90a'\nptxas info    : Used 72 registers\n"
+    monkeypatch.setenv("CAKE_KDA_JIT_NVCC", str(toolkit(body=f"cat <<'EOF'\n{log}EOF").nvcc))
+    record = tiny_record("smxx", limits=Limits(max_spill_bytes=0, max_registers=limit))
+    if is_allowed:
+        assert build(record, "sm_90a").origin == "built"
+    else:
+        error, _ = fail(errors.SpillLimitExceeded, record, "sm_90a")
+        assert "scale uses 72 registers; the record allows 64" in error.cause
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 @pytest.mark.parametrize("stage", ["write_build_file", "describe"])
 def test_disk_that_fills_while_we_write(data, quick_cxx, monkeypatch, cache_dir, number, stage):
@@ -130,6 +144,13 @@ def test_disk_that_fills_while_we_write(data, quick_cxx, monkeypatch, cache_dir,
         build(tiny_record(), HOST_ARCH)
     assert "CAKE_KDA_JIT_CACHE_DIR" in caught.value.hint
     assert not list((cache_dir / "v1" / ".staging").iterdir())
+
+
+@pytest.mark.parametrize("free, kind", [(1 << 10, errors.DiskFull), (1 << 30, errors.CompileError)])
+def test_disk_too_full_for_the_message_that_says_so(data, fake_cxx, monkeypatch, free, kind):
+    fake_cxx("exit 1")
+    monkeypatch.setattr(build_module.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    fail(kind, tiny_record())
 
 
 def test_compiler_that_cannot_be_started(data, monkeypatch, tmp_path):
