@@ -74,11 +74,13 @@ def _times(milliseconds: list[float]) -> Times:
 
 class _HostClock:
     def time(self, run: Callable[[], object]) -> float:
+        """Run once; returns milliseconds."""
         began = time.perf_counter()
         run()
         return 1e3 * (time.perf_counter() - began)
 
     def milliseconds(self, span: float) -> float:
+        """Return what ``time`` found."""
         return span
 
 
@@ -87,6 +89,7 @@ class _EventClock:
         self.device = device
 
     def time(self, run: Callable[[], object]) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        """Launch once; returns the events before and behind it, not yet waited for."""
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         # The device must not run dry between the first event and the launch: it is kept busy meanwhile.
         torch.cuda._sleep(200_000)
@@ -96,6 +99,7 @@ class _EventClock:
         return first, last
 
     def milliseconds(self, span: tuple[torch.cuda.Event, torch.cuda.Event]) -> float:
+        """Wait for both events; returns the time between them."""
         span[1].synchronize()
         return span[0].elapsed_time(span[1])
 

@@ -41,7 +41,8 @@ def main(rank, world, meeting_point):
     mine = slice(TOKENS * rank // world, TOKENS * (rank + 1) // world)
     o = forward(*(tensor[:, mine] for tensor in inputs))
     expected = chunk_kda(*inputs)[0][:, mine]
-    print(f"rank {rank}: {o.shape[1]} tokens, error {((o - expected).norm() / expected.norm()).item():.1e}\n", end="", flush=True)
+    error = ((o - expected).norm() / expected.norm()).item()
+    print(f"rank {rank}: {o.shape[1]} tokens, error {error:.1e}\n", end="", flush=True)  # one write a line
     dist.destroy_process_group()
 
 
