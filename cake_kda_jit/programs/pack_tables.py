@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..arch import CPU_ARCHES
-from ..record import Field, Limits, Program, Record, cpu_entry, make_params
+from ..arch import CPU_ARCHES, CUDA_ARCHES
+from ..record import Entry, Field, Limits, Program, Record, cpu_entry, make_params
 
 FIELDS = (
     Field("cu_seqlens", "ptr", "[N + 1] int64: first token of each document"),
@@ -34,5 +34,15 @@ PROGRAM = Program(
             entry=ENTRY,
             limits=Limits(max_spill_bytes=None),
         ),
+        Record(
+            program="pack_tables",
+            variant="int64",
+            family="smxx",
+            params=make_params(),
+            archs=CUDA_ARCHES,
+            template="smxx/pack_tables.cu.jinja",
+            entry=Entry(FIELDS),
+        ),
     ),
+    bytes_note="8 per document, 16 per chunk and per segment",
 )

@@ -3,6 +3,9 @@
 #include <cstdint>
 #include <cstring>
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
 namespace {
 
 __device__ __forceinline__ float4 operator*(const float4& a, const float4& b) {

@@ -1,34 +1,48 @@
 // The gate of one head, a lane's four channels of it: from its argument x = raw + dt_bias to the decay d = e^g, with
 //     ready g = raw          softplus g = -e^A_log softplus(x)          bounded g = lower_bound sigmoid(e^A_log x)
-// Included after args.jinja.
+// Everything is a power of two: rounding g log2(e) moves a product of many d by no more than rounding g itself does.
+// Included after args.jinja and channel_quads.cuh.
 #include <cstdint>
 
 namespace {
 
 enum GateForm : int { kGateReady = 0, kGateSoftplus = 1, kGateBounded = 2 };
 
-// log(1 + e^x). log(1 + u) would be exactly 0 below x = -16.6; log1p keeps every digit.
-__device__ __forceinline__ float softplus(float x) { return fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x))); }
+constexpr float kLog2E = 1.44269504088896341f;
 
-// The reciprocal is refined by one Newton step, which needs a finite denominator; a NaN stays one.
-__device__ __forceinline__ float sigmoid(float x) {
-  constexpr float kLargest = 1e37f;
-  const float e = expf(-x), denominator = 1.0f + (e > kLargest ? kLargest : e);
-  const float estimate = __fdividef(1.0f, denominator);
-  return fmaf(estimate, fmaf(-denominator, estimate, 1.0f), estimate);
+// 2^x to about one unit in the last place; what is below fp32's normal numbers is 0.
+__device__ __forceinline__ float exp2_approximate(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// 1 / x to one unit in the last place; 0 of infinity.
+__device__ __forceinline__ float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float4 reciprocal(const float4& x) {
+  return make_float4(reciprocal(x.x), reciprocal(x.y), reciprocal(x.z), reciprocal(x.w));
+}
+
+// log(1 + e^x). log(1 + u) would be exactly 0 below x = -16.6; log1p keeps every digit.
+__device__ __forceinline__ float softplus(float x) {
+  return fmaxf(x, 0.0f) + log1pf(exp2_approximate(-kLog2E * fabsf(x)));
 }
 
 struct Gate {
-  int form;
-  float lower_bound;
   float amplitude;
+  float lower_bound;
   float4 bias;
 
   // The amplitude is kept finite: an infinite one would make 0 * inf of a saturated gate.
   __device__ __forceinline__ Gate(const Args& args, int head, int num_channels, int channel)
-      : form(args.gate_form), lower_bound(args.lower_bound), amplitude(1.0f), bias(make_float4(0.f, 0.f, 0.f, 0.f)) {
+      : amplitude(1.0f), lower_bound(args.lower_bound), bias(make_float4(0.0f, 0.0f, 0.0f, 0.0f)) {
     constexpr float kLargestExponent = 88.0f;
-    if (form == kGateReady) return;
+    if (args.gate_form == kGateReady) return;
     if (args.A_log) amplitude = expf(fminf(static_cast<const float*>(args.A_log)[head], kLargestExponent));
     if (args.dt_bias) {
       const float* own = static_cast<const float*>(args.dt_bias) + (int64_t{head} * num_channels + channel);
@@ -36,14 +50,23 @@ struct Gate {
     }
   }
 
+  template <int kForm>
   __device__ __forceinline__ float decay(float x) const {
-    if (form == kGateSoftplus) return expf(-amplitude * softplus(x));
-    if (form == kGateBounded) return expf(lower_bound * sigmoid(amplitude * x));
-    return expf(x);
+    if constexpr (kForm == kGateReady) return exp2_approximate(kLog2E * x);
+    if constexpr (kForm == kGateSoftplus) return exp2_approximate(-kLog2E * amplitude * softplus(x));
+    const float sigmoid = reciprocal(1.0f + exp2_approximate(-kLog2E * amplitude * x));
+    return exp2_approximate(kLog2E * lower_bound * sigmoid);
   }
 
-  __device__ __forceinline__ float4 decay(const float4& raw) const {
-    return make_float4(decay(raw.x + bias.x), decay(raw.y + bias.y), decay(raw.z + bias.z), decay(raw.w + bias.w));
+  // Raw gates become decays.
+  template <int kForm, int kCount>
+  __device__ __forceinline__ void decay_rows(float4 (&rows)[kCount]) const {
+#pragma unroll
+    for (int r = 0; r < kCount; ++r) {
+      const float4 raw = rows[r];
+      rows[r] = make_float4(decay<kForm>(raw.x + bias.x), decay<kForm>(raw.y + bias.y),
+                            decay<kForm>(raw.z + bias.z), decay<kForm>(raw.w + bias.w));
+    }
   }
 };
 
