@@ -9,6 +9,7 @@ import torch
 from .inputs import Inputs
 from .pipeline import Pipeline, Tiles, tile_dtype
 from .problem import KdaOptions
+from .select import select_attention
 from .workspace import HeadBlock, head_blocks, tile_bytes_per_head
 
 
@@ -73,6 +74,9 @@ def chunk_forward(
     """Launch the forward; returns o ``[T, HV, V]``, the final state if wanted, and what the backward needs if kept."""
     inputs = pipeline.inputs
     device = inputs.v.device
+    if keep:
+        # A target without a backward is refused here, not after the forward of a whole model.
+        select_attention("chunk_grad", inputs.problem(), pipeline.family)
     o = torch.empty(inputs.v.shape, dtype=inputs.v.dtype, device=device)
     final_state = torch.empty(inputs.state_shape(), device=device) if output_final_state else None
     shapes = context_shapes(inputs, options.backward if keep else None, options.checkpoint_tokens)
