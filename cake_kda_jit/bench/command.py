@@ -22,6 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv and argv[0] in MEASUREMENTS:
         return import_module(f"{__package__}.{argv[0]}").main(argv[1:])
+    is_help = bool(argv) and argv[0] in ("-h", "--help")
     lines = "\n".join(f"  {name:15s} {what}" for name, what in MEASUREMENTS.items())
-    print(f"usage: cake-kda-jit bench NAME [options]\n\n{lines}", file=sys.stderr)
-    return 0 if argv and argv[0] in ("-h", "--help") else 2
+    print(f"usage: cake-kda-jit bench NAME [options]\n\n{lines}", file=sys.stdout if is_help else sys.stderr)
+    return 0 if is_help else 2

@@ -87,7 +87,7 @@ def make_problem(
     rows, documents = (batch[0], batch[0]) if batch else (1, len(lengths))
 
     def normal(*shape, scale=1.0):
-        return torch.randn(*shape, generator=generator) * scale
+        return torch.randn(*shape, generator=generator, dtype=torch.float32) * scale
 
     q, k, v = (normal(rows, tokens, h, head_dim) for h in (heads, heads, value_heads))
     if regime == "correlated":
@@ -124,8 +124,8 @@ def run(function, problem: Problem, dtype: torch.dtype | None = None, **extra) -
     keywords = {**problem.keywords, **{n: t for n, t in leaves.items() if n not in NAMES}, **extra}
     o, final_state = function(*(leaves[name] for name in NAMES), cu_seqlens=problem.cu_seqlens, **keywords)
     generator = torch.Generator().manual_seed(99)
-    do = torch.randn(o.shape, generator=generator).to(problem.inputs["q"].dtype)
-    dfinal_state = torch.randn(final_state.shape, generator=generator)
+    do = torch.randn(o.shape, generator=generator, dtype=torch.float32).to(problem.inputs["q"].dtype)
+    dfinal_state = torch.randn(final_state.shape, generator=generator, dtype=torch.float32)
     torch.autograd.backward([o, final_state], [do.to(o), dfinal_state.to(final_state)])
     found = {"o": o.detach(), "final_state": final_state.detach()}
     return found | {"d" + name: leaf.grad for name, leaf in leaves.items()}

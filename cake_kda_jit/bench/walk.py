@@ -146,9 +146,7 @@ def draw(rows: list[Row], path: Path) -> None:
     for axis, num_heads in zip(axes[0], head_counts):
         for arm in dict.fromkeys(row.arm for row in rows):
             chosen = [row for row in rows if row.arm == arm and parts(row)[1:] == (num_heads, "memory")]
-            axis.plot(
-                [parts(r)[0] for r in chosen], [1e3 * r.ms.median / parts(r)[0] for r in chosen], "o-", label=arm
-            )
+            axis.plot([parts(r)[0] for r in chosen], [1e3 * r.ms.median / parts(r)[0] for r in chosen], "o-", label=arm)
         axis.axhline(MEMORY_FLOOR_NS * num_heads * 1e-3, color="gray", linestyle=":", label="memory floor")
         axis.set(
             title=f"{num_heads} heads, summaries in memory", xlabel="segments", ylabel="us per segment", xscale="log"

@@ -8,7 +8,7 @@ from ..errors import PlanMismatchError, UnsupportedProblemError
 from . import checks
 from .library import NAMESPACE  # importing the module registers the operators
 from .plan import Plan, PlanHeads, check_boundaries, plan_of_boundaries
-from .problem import KdaOptions
+from .problem import KdaOptions, resolve_options, resolve_scale
 from .select import SegmentRule
 
 _operators = getattr(torch.ops, NAMESPACE)
@@ -65,9 +65,10 @@ def chunk_kda(
     """
     _refuse_context(cp_context)
     checks.check_attention_shapes(q, k, v, g, beta)
+    checks.check_tensors(A_log=A_log, dt_bias=dt_bias, initial_state=initial_state)
     checks.check_gate(use_gate_in_kernel, lower_bound, A_log, dt_bias, v)
     _check_beta_form(use_beta_sigmoid_in_kernel, allow_neg_eigval)
-    resolved = (options or KdaOptions()).resolved()
+    resolved = resolve_options(options)
     pack = checks.plan_for(q, v, cu_seqlens, cu_seqlens_cpu, plan)
     value_heads, head_dim = v.shape[2:]
     checks.check_state(
@@ -89,7 +90,7 @@ def chunk_kda(
         pack.segment_table,
         pack.summary_offsets,
         pack.num_summaries,
-        head_dim**-0.5 if scale is None else float(scale),
+        resolve_scale(scale, head_dim),
         lower_bound,
         use_qk_l2norm_in_kernel,
         _gate_form(use_gate_in_kernel, lower_bound),
@@ -180,8 +181,8 @@ def segment_summary(
     _check_beta_form(use_beta_sigmoid_in_kernel, allow_neg_eigval)
     if k.shape[0] != 1:
         raise UnsupportedProblemError(f"B = {k.shape[0]}; fragments lie in one sequence: join the batch along T")
-    boundaries = checks.boundaries_of(offsets)
-    check_boundaries(boundaries, k.shape[1])
+    boundaries = checks.boundaries_of(offsets, name="offsets")
+    check_boundaries(boundaries, k.shape[1], "offsets")
     heads = PlanHeads(k.shape[2], v.shape[2], k.shape[3])
     pack = plan_of_boundaries(boundaries, heads, k.device, SegmentRule(0, 0), summarize_all=True)
     M, B = _operators.segment_summary(
@@ -221,6 +222,7 @@ def transfer_walk(
     ``variant`` names the walk (``config.TRANSFER_WALKS``); ``precision_mode`` 1 or 2 are tf32_hilo's cheaper forms.
     Not differentiable: the transposed walk is its gradient. Errors: UnsupportedProblemError before any launch.
     """
+    checks.check_tensors(M=M, B=B, initial=initial)
     for name, tensor in (("M", M), ("B", B)):
         if tensor.dim() != 4:
             raise UnsupportedProblemError(f"{name} has shape {list(tensor.shape)}; expected four dimensions")
@@ -230,8 +232,8 @@ def transfer_walk(
     if head_dim != value_dim or head_dim not in checks.HEAD_DIMS:
         raise UnsupportedProblemError(f"K = {head_dim}, V = {value_dim}; they must be equal and in {checks.HEAD_DIMS}")
     checks.check_shape("M", M, (fragments, value_heads, head_dim, head_dim), "[F, HV, K, K]")
-    boundaries = checks.boundaries_of(offsets)
-    check_boundaries(boundaries, fragments)
+    boundaries = checks.boundaries_of(offsets, name="offsets")
+    check_boundaries(boundaries, fragments, "offsets", "fragments")
     for name, tensor in (("M", M), ("B", B)):
         checks.check_dtype(name, tensor, (torch.float32,), "summaries stay in float32")
     checks.check_same_device(B, M=M)
@@ -285,6 +287,7 @@ def _beta_form(use_sigmoid: bool, allow_neg_eigval: bool) -> str:
 
 
 def _check_conv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    checks.check_tensors(x=x, weight=weight, bias=bias)
     if x.dim() != 3:
         raise UnsupportedProblemError(f"x has shape {list(x.shape)}; expected [B, T, D]")
     if weight.dim() != 2 or weight.shape[0] != x.shape[2] or weight.shape[1] not in CONV_WIDTHS:

@@ -47,10 +47,12 @@ def chunk_backward(
         return gradients
     partial_shape = (pipeline.num_chunks, inputs.num_value_heads)
     partials = {
-        "partial_A_log": None if inputs.A_log is None else torch.empty(partial_shape, device=do.device),
+        "partial_A_log": None
+        if inputs.A_log is None
+        else torch.empty(partial_shape, dtype=torch.float32, device=do.device),
         "partial_dt_bias": None
         if inputs.dt_bias is None
-        else torch.empty((*partial_shape, inputs.head_dim), device=do.device),
+        else torch.empty((*partial_shape, inputs.head_dim), dtype=torch.float32, device=do.device),
     }
     D = pipeline.summaries() if inputs.num_summaries else None
     replays = context.checkpoints is not None

@@ -15,10 +15,17 @@ def _shape(tensor: torch.Tensor) -> str:
     return f"{list(tensor.shape)}"
 
 
+def check_tensors(**values: object) -> None:
+    """Raise unless every value is a tensor, or None for an absent one."""
+    for name, value in values.items():
+        if value is not None and not isinstance(value, torch.Tensor):
+            raise UnsupportedProblemError(f"{name} is {type(value).__name__}; give a tensor")
+
+
 def check_dtype(name: str, tensor: torch.Tensor, accepted: tuple[torch.dtype, ...], advice: str) -> None:
     """Raise unless the tensor has one of the accepted dtypes."""
     if tensor.dtype not in accepted:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in accepted)
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dict.fromkeys(accepted))
         raise UnsupportedProblemError(f"{name} is {tensor.dtype}; accepted here: {names}; {advice}")
 
 
@@ -27,7 +34,7 @@ def check_same_device(reference: torch.Tensor, **tensors: torch.Tensor | None) -
     for name, tensor in tensors.items():
         if tensor is not None and tensor.device != reference.device:
             raise UnsupportedProblemError(
-                f"{name} is on {tensor.device} but q or x is on {reference.device}; move all inputs to one device"
+                f"{name} is on {tensor.device} but other inputs are on {reference.device}; move all to one device"
             )
 
 
@@ -82,7 +89,7 @@ def check_gate(
 ) -> None:
     """Raise unless the gate's options belong together and its parameters have their shapes."""
     value_heads, head_dim = v.shape[2:]
-    if lower_bound is not None and not -5.0 <= lower_bound < 0.0:
+    if lower_bound is not None and not -5.0 <= lower_bound <= -1e-30:
         raise UnsupportedProblemError(f"lower_bound={lower_bound}; it must lie in [-5, 0)")
     if not use_gate:
         for name, value in (("A_log", A_log), ("dt_bias", dt_bias)):
@@ -116,11 +123,24 @@ def check_state(name: str, state: torch.Tensor | None, expected: tuple[int, ...]
     check_same_device(like, **{name: state})
 
 
-def check_plan_boundaries(plan: Plan, cu_seqlens: torch.Tensor | None) -> None:
+def check_plan_boundaries(
+    plan: Plan, cu_seqlens: torch.Tensor | None, cu_seqlens_cpu: torch.Tensor | None = None
+) -> None:
     """Raise PlanMismatchError when the boundaries given beside a plan are not the plan's."""
+    if not isinstance(plan, Plan):
+        raise UnsupportedProblemError(f"plan is {type(plan).__name__}; give what make_plan returned")
+    for given in (cu_seqlens, cu_seqlens_cpu):
+        _check_given_boundaries(plan, given)
+
+
+def _check_given_boundaries(plan: Plan, cu_seqlens: torch.Tensor | None) -> None:
     # A CUDA tensor's content is not compared: that copy to the host is what the plan exists to avoid.
     if cu_seqlens is None:
         return
+    if not isinstance(cu_seqlens, torch.Tensor):
+        raise UnsupportedProblemError(
+            f"cu_seqlens is {type(cu_seqlens).__name__}; give an int32 or int64 tensor [N + 1]"
+        )
     if cu_seqlens.numel() != plan.num_documents + 1:
         raise PlanMismatchError(
             f"cu_seqlens has {cu_seqlens.numel()} entries; the plan was made for {plan.num_documents} documents"
@@ -141,12 +161,14 @@ def plan_for(q: torch.Tensor, v: torch.Tensor, cu_seqlens, cu_seqlens_cpu, plan:
             f"B = {batch} with cu_seqlens or a plan; a pack has B = 1: join the batch along T"
         )
     if plan is not None:
-        check_plan_boundaries(plan, cu_seqlens)
+        check_plan_boundaries(plan, cu_seqlens, cu_seqlens_cpu)
         given = (tokens, heads, value_heads, head_dim, q.device)
         planned = (plan.num_tokens, plan.num_heads, plan.num_value_heads, plan.head_dim, plan.device)
         if given != planned:
             raise PlanMismatchError(f"inputs have (T, H, HV, K, device) = {given}; the plan was made for {planned}")
         return plan
+    if cu_seqlens is None and cu_seqlens_cpu is not None:
+        raise UnsupportedProblemError("cu_seqlens_cpu is given without cu_seqlens; it is only its copy: give both")
     if cu_seqlens is None:
         boundaries = [tokens * index for index in range(batch + 1)]
     else:

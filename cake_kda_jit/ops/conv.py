@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .. import config
 from ..programs.attention_fields import DTYPE_CODES
 from ..programs.conv_backward import workspace_bytes
 from ..programs.conv_forward import tile_tokens
@@ -71,7 +72,7 @@ def conv_forward(inputs: ConvInputs, *, output_final_state: bool) -> tuple[torch
         if final_state is not None:
             final_state.zero_() if inputs.initial_state is None else final_state.copy_(inputs.initial_state)
         return y, final_state
-    chosen = select_conv("conv_forward", inputs.problem(), None)
+    chosen = select_conv("conv_forward", inputs.problem(), config.read("FAMILY"))
     values = inputs.values(chosen.record.family) | {"y": y.data_ptr(), "final_state": address(final_state)}
     launch(chosen.record, chosen.reason, values, x.device)
     return y, final_state
@@ -93,7 +94,7 @@ def conv_backward(
         if dinitial_state is not None and dfinal_state is not None:
             dinitial_state.copy_(dfinal_state)
         return dx, dweight, dbias, dinitial_state
-    chosen = select_conv("conv_backward", inputs.problem(), None)
+    chosen = select_conv("conv_backward", inputs.problem(), config.read("FAMILY"))
     family = chosen.record.family
     values = inputs.values(family) | {
         "dy": dy.data_ptr(),

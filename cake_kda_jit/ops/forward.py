@@ -78,13 +78,16 @@ def chunk_forward(
         # A target without a backward is refused here, not after the forward of a whole model.
         select_attention("chunk_grad", inputs.problem(), pipeline.family)
     o = torch.empty(inputs.v.shape, dtype=inputs.v.dtype, device=device)
-    final_state = torch.empty(inputs.state_shape(), device=device) if output_final_state else None
+    final_state = None
+    if output_final_state:
+        final_state = torch.empty(inputs.state_shape(), dtype=torch.float32, device=device)
     shapes = context_shapes(inputs, options.backward if keep else None, options.checkpoint_tokens)
-    # Checkpoint rows are numbered without a table, which leaves a few rows between segments that nothing writes: zeros,
-    # so that an operator's outputs are the same bytes in every run.
+    # Some rows are written by nothing: checkpoints are numbered without a table, which leaves gaps between segments,
+    # and M of a document's first segment is not needed without an initial state. They are zeros, so that an operator's
+    # outputs are the same bytes in every run.
     context = Context(
         **{
-            name: (torch.zeros if name == "checkpoints" else torch.empty)(
+            name: (torch.zeros if name in ("checkpoints", "M") else torch.empty)(
                 shape, dtype=context_dtype(name, shapes, device), device=device
             )
             for name, shape in shapes.items()

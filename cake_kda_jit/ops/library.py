@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from ..runtime.launch import begin_call
+from .. import config
+from ..errors import UnsupportedProblemError
+from ..runtime.launch import operation
 from .backward import chunk_backward
 from .conv import ConvInputs, conv_backward, conv_forward
 from .forward import CONTEXT_NAMES, Context, chunk_forward, context_dtype, context_shapes
@@ -37,9 +39,23 @@ _library = torch.library.Library(NAMESPACE, "DEF")
 def _define(schema: str, implementation, fake) -> None:
     name = schema.split("(")[0]
     _library.define(schema)
+
+    def run(*arguments):
+        with operation():
+            return implementation(*arguments)
+
     for key in ("CPU", "CUDA"):
-        _library.impl(name, implementation, key)
+        _library.impl(name, run, key)
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+
+
+def _refuse_gradient(name: str, advice: str) -> None:
+    """Make an operator's outputs raise in a backward, where torch would warn and give nothing."""
+
+    def refuse(ctx, *gradients):
+        raise UnsupportedProblemError(f"{name} has no gradient; {advice}")
+
+    torch.library.register_autograd(f"{NAMESPACE}::{name}", refuse, lib=_library)
 
 
 def _present(tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
@@ -55,7 +71,6 @@ def _problem(arguments: tuple) -> tuple[Inputs, Transforms, KdaOptions]:
 
 
 def _attention_forward(*arguments):
-    begin_call()
     inputs, transforms, options = _problem(arguments)
     output_final_state, keep = arguments[_NUM_ARGUMENTS:]
     pipeline = Pipeline(inputs, transforms, options.family)
@@ -75,7 +90,6 @@ def _attention_forward_fake(*arguments):
 
 
 def _attention_backward(do, dfinal_state, *rest):
-    begin_call()
     context, arguments = Context(*rest[: len(CONTEXT_NAMES)]), rest[len(CONTEXT_NAMES) :]
     inputs, transforms, options = _problem(arguments)
     found = chunk_backward(Pipeline(inputs, transforms, options.family), options, context, do, dfinal_state)
@@ -120,7 +134,8 @@ def _attention_setup(ctx, inputs, output):
 
 
 def _attention_autograd(ctx, do, dfinal_state, *_):
-    tensors, kept = ctx.saved_tensors[:_NUM_TENSORS], ctx.saved_tensors[_NUM_TENSORS:]
+    saved = ctx.saved_tensors  # read once: under activation checkpointing a second reading is an error
+    tensors, kept = saved[:_NUM_TENSORS], saved[_NUM_TENSORS:]
     v = tensors[2]
     if do is None:
         do = v.new_zeros(()).expand(v.shape)
@@ -136,15 +151,19 @@ torch.library.register_autograd(
 )
 
 
+_refuse_gradient("chunk_kda_backward", "a second derivative is not supported: call without create_graph")
+
+
 # ---- segment summaries -----------------------------------------------------------------------------------------------
 
 
 def _segment_summary(k, v, g, beta, A_log, dt_bias, chunk_table, segment_table, summary_offsets, *rest):
-    begin_call()
     num_summaries, *transforms, need_M, need_B = rest
     tables = (chunk_table, segment_table, summary_offsets)
     inputs = Inputs(None, k, v if need_B else None, g, beta, A_log, dt_bias, None, *tables, num_summaries)
-    M, B = summarize(Pipeline(inputs, Transforms(1.0, *transforms), None), need_M=need_M, need_B=need_B)
+    M, B = summarize(
+        Pipeline(inputs, Transforms(1.0, *transforms), config.read("FAMILY")), need_M=need_M, need_B=need_B
+    )
     return _present(M, k), _present(B, k)
 
 
@@ -163,6 +182,9 @@ _define(
 )
 
 
+_refuse_gradient("segment_summary", "detach its inputs; chunk_kda with states is differentiable")
+
+
 # ---- convolution -----------------------------------------------------------------------------------------------------
 
 
@@ -172,7 +194,6 @@ def _conv_inputs(x, weight, bias, initial_state, cu_seqlens, use_silu) -> ConvIn
 
 
 def _conv_forward(x, weight, bias, initial_state, cu_seqlens, use_silu, output_final_state):
-    begin_call()
     inputs = _conv_inputs(x, weight, bias, initial_state, cu_seqlens, use_silu)
     y, final_state = conv_forward(inputs, output_final_state=output_final_state)
     return y, x.new_empty(0, dtype=inputs.state_dtype) if final_state is None else final_state
@@ -185,7 +206,6 @@ def _conv_forward_fake(x, weight, bias, initial_state, cu_seqlens, use_silu, out
 
 
 def _conv_backward(dy, dfinal_state, x, weight, bias, initial_state, cu_seqlens, use_silu):
-    begin_call()
     inputs = _conv_inputs(x, weight, bias, initial_state, cu_seqlens, use_silu)
     dx, dweight, dbias, dinitial_state = conv_backward(inputs, dy, dfinal_state)
     return dx, dweight, _present(dbias, x), _present(dinitial_state, x)
@@ -231,11 +251,13 @@ torch.library.register_autograd(
 )
 
 
+_refuse_gradient("causal_conv1d_backward", "a second derivative is not supported: call without create_graph")
+
+
 # ---- transfer walk ---------------------------------------------------------------------------------------------------
 
 
 def _walk(M, B, initial, offsets, variant, precision_mode, transpose):
-    begin_call()
     return walk(M, B, initial, offsets, variant=variant, precision_mode=precision_mode, transpose=transpose)
 
 
@@ -249,3 +271,4 @@ _define(
     _walk,
     _walk_fake,
 )
+_refuse_gradient("transfer_walk", "detach its inputs; the transposed walk, transpose=True, carries gradients")

@@ -132,7 +132,8 @@ class Pipeline:
     def walk(self, block: HeadBlock, M: torch.Tensor, B: torch.Tensor, initial, *, transpose: bool) -> torch.Tensor:
         """``transfer_walk`` of a block over each document's segments; returns what enters each."""
         inputs = self.inputs
-        chosen = select_walk(inputs.problem().arch, None, 0, self.family)
+        num_walks = inputs.num_documents * block.count
+        chosen = select_walk(inputs.problem().arch, None, 0, self.family, num_walks=num_walks, head_dim=inputs.head_dim)
         entry = torch.empty_like(B)
         values = {
             "M": M.data_ptr(),

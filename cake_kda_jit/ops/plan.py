@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from .. import config
 from ..errors import UnsupportedProblemError
 from ..runtime.device import arch_of_device
-from ..runtime.launch import launch
+from ..runtime.launch import launch, operation
 from .problem import CHUNK_TOKENS
 from .select import SegmentRule, segment_rule, select_plain
 
@@ -58,44 +59,50 @@ class Plan:
         return self.segment_table.shape[0]
 
 
-def check_boundaries(boundaries: list[int], num_tokens: int | None = None) -> None:
-    """Raise UnsupportedProblemError unless boundaries start at 0, never decrease and end at ``num_tokens``."""
+def check_boundaries(boundaries: list[int], total: int | None = None, name: str = "cu_seqlens", unit: str = "tokens"):
+    """Raise UnsupportedProblemError unless boundaries start at 0, never decrease and end at ``total`` units."""
     if not boundaries or boundaries[0] != 0:
         given = boundaries[0] if boundaries else "nothing"
-        raise UnsupportedProblemError(f"cu_seqlens starts with {given}; it must start with 0")
+        raise UnsupportedProblemError(f"{name} starts with {given}; it must start with 0")
     for index, (start, end) in enumerate(zip(boundaries, boundaries[1:])):
         if end < start:
             raise UnsupportedProblemError(
-                f"cu_seqlens[{index + 1}] = {end} is below cu_seqlens[{index}] = {start}; document boundaries must "
-                "never decrease"
+                f"{name}[{index + 1}] = {end} is below {name}[{index}] = {start}; boundaries must never decrease"
             )
-    if num_tokens is not None and boundaries[-1] != num_tokens:
+    if total is not None and boundaries[-1] != total:
         raise UnsupportedProblemError(
-            f"cu_seqlens ends at {boundaries[-1]} but the inputs hold {num_tokens} tokens; the last boundary must "
-            "equal the number of tokens"
+            f"{name} ends at {boundaries[-1]} but the inputs hold {total} {unit}; the last boundary must equal their "
+            "number"
         )
     if boundaries[-1] > _MAX_TOKENS:
-        raise UnsupportedProblemError(f"a pack of {boundaries[-1]} tokens; at most {_MAX_TOKENS} fit one call")
+        raise UnsupportedProblemError(f"a pack of {boundaries[-1]} {unit}; at most {_MAX_TOKENS} fit one call")
 
 
-def boundaries_of(cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor | None = None) -> list[int]:
+def _check_table(name: str, value: torch.Tensor) -> None:
+    if not isinstance(value, torch.Tensor) or value.dtype not in (torch.int32, torch.int64) or value.dim() != 1:
+        given = f"{value.dtype} of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value)
+        raise UnsupportedProblemError(f"{name} is {given}; give a one-dimensional int32 or int64 tensor [N + 1]")
+    if value.device.type not in ("cpu", "cuda"):
+        raise UnsupportedProblemError(f"{name} is on {value.device}; give it on the CPU or on the inputs' device")
+
+
+def boundaries_of(
+    cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor | None = None, name: str = "cu_seqlens"
+) -> list[int]:
     """Return cu_seqlens as integers, from the host copy if there is one; a CUDA tensor costs one synchronising copy."""
-    for name, value in (("cu_seqlens", cu_seqlens), ("cu_seqlens_cpu", cu_seqlens_cpu)):
-        if value is None:
-            continue
-        if not isinstance(value, torch.Tensor) or value.dtype not in (torch.int32, torch.int64) or value.dim() != 1:
-            given = f"{value.dtype} of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value)
-            raise UnsupportedProblemError(f"{name} is {given}; give a one-dimensional int32 or int64 tensor [N + 1]")
-        if value.device.type not in ("cpu", "cuda"):
-            raise UnsupportedProblemError(f"{name} is on {value.device}; give it on the CPU or on the inputs' device")
+    _check_table(name, cu_seqlens)
     if cu_seqlens_cpu is None:
         return cu_seqlens.tolist()
+    _check_table("cu_seqlens_cpu", cu_seqlens_cpu)
     if cu_seqlens_cpu.device.type != "cpu" or cu_seqlens_cpu.shape != cu_seqlens.shape:
         raise UnsupportedProblemError(
             f"cu_seqlens_cpu is {list(cu_seqlens_cpu.shape)} on {cu_seqlens_cpu.device}; it must be the CPU copy of "
             f"cu_seqlens {list(cu_seqlens.shape)}"
         )
-    return cu_seqlens_cpu.tolist()
+    boundaries = cu_seqlens_cpu.tolist()
+    if cu_seqlens.device.type == "cpu" and cu_seqlens.tolist() != boundaries:
+        raise UnsupportedProblemError("cu_seqlens_cpu differs from cu_seqlens; it must be the CPU copy of it")
+    return boundaries
 
 
 def make_plan(
@@ -120,10 +127,14 @@ def make_plan(
     """
     boundaries = boundaries_of(cu_seqlens, cu_seqlens_cpu)
     check_boundaries(boundaries)
-    heads = PlanHeads(num_heads, num_value_heads or num_heads, head_dim)
+    heads = PlanHeads(num_heads, num_heads if num_value_heads is None else num_value_heads, head_dim)
     rule = segment_rule(heads.num_value_heads, head_dim)
     if segment_tokens is not None:
-        if segment_tokens < 0 or segment_tokens % CHUNK_TOKENS:
+        if (
+            not isinstance(segment_tokens, int)
+            or not 0 <= segment_tokens < _MAX_TOKENS
+            or segment_tokens % CHUNK_TOKENS
+        ):
             raise UnsupportedProblemError(f"segment_tokens={segment_tokens}; use 0 or a multiple of {CHUNK_TOKENS}")
         rule = SegmentRule(segment_tokens, segment_tokens + 1)
     return plan_of_boundaries(boundaries, heads, torch.device(device), rule)
@@ -139,6 +150,9 @@ class PlanHeads:
 
     def check(self) -> None:
         """Raise UnsupportedProblemError for sizes that no kernel takes."""
+        for name, value in vars(self).items():
+            if not isinstance(value, int):
+                raise UnsupportedProblemError(f"{name}={value!r}; give an integer")
         if self.num_heads < 1 or self.num_value_heads < 1 or self.num_value_heads % self.num_heads:
             raise UnsupportedProblemError(
                 f"num_heads={self.num_heads}, num_value_heads={self.num_value_heads}; both must be at least 1 and the "
@@ -165,17 +179,16 @@ def plan_of_boundaries(
     num_chunks = sum(-(-length // CHUNK_TOKENS) for length in lengths)
     segments = [rule.num_segments(length) for length in lengths]
     num_summaries = sum(count for count in segments if count > 1 or summarize_all)
-    cu_seqlens = torch.tensor(boundaries, dtype=torch.int64).to(device)
-    tables = {
-        "cu_seqlens": cu_seqlens,
-        "chunk_table": torch.empty((num_chunks, 4), dtype=torch.int32, device=device),
-        "segment_table": torch.empty((sum(segments), 4), dtype=torch.int32, device=device),
-        "summary_offsets": torch.empty(len(boundaries), dtype=torch.int64, device=device),
-    }
-    if lengths:
-        _pack_tables(tables, rule, summarize_all)
-    else:
-        tables["summary_offsets"].zero_()
+    # Tables made under inference mode could not be saved for a later backward.
+    with torch.inference_mode(False):
+        tables = {
+            "cu_seqlens": torch.tensor(boundaries, dtype=torch.int64, device="cpu").to(device),
+            "chunk_table": torch.empty((num_chunks, 4), dtype=torch.int32, device=device),
+            "segment_table": torch.empty((sum(segments), 4), dtype=torch.int32, device=device),
+            "summary_offsets": torch.zeros(len(boundaries), dtype=torch.int64, device=device),
+        }
+        if lengths:
+            _pack_tables(tables, rule, summarize_all)
     return Plan(
         tuple(boundaries), heads.num_heads, heads.num_value_heads, heads.head_dim, device, rule, num_summaries, **tables
     )
@@ -183,7 +196,7 @@ def plan_of_boundaries(
 
 def _pack_tables(tables: dict[str, torch.Tensor], rule: SegmentRule, summarize_all: bool) -> None:
     device = tables["cu_seqlens"].device
-    chosen = select_plain("pack_tables", "int64", arch_of_device(device).name, None)
+    chosen = select_plain("pack_tables", "int64", arch_of_device(device).name, config.read("FAMILY"))
     values = {name: table.data_ptr() for name, table in tables.items()}
     values |= {
         "num_documents": tables["cu_seqlens"].shape[0] - 1,
@@ -193,4 +206,5 @@ def _pack_tables(tables: dict[str, torch.Tensor], rule: SegmentRule, summarize_a
         "segment_minimum": rule.minimum_tokens,
         "summarize_all": int(summarize_all),
     }
-    launch(chosen.record, chosen.reason, values, device)
+    with operation():
+        launch(chosen.record, chosen.reason, values, device)

@@ -54,6 +54,9 @@ class KdaOptions:
         if backward not in config.BACKWARDS:
             raise UnsupportedProblemError(f"backward={backward!r}; use one of {config.BACKWARDS}")
         tokens = config.resolve("CHECKPOINT_TOKENS", self.checkpoint_tokens)
+        for name, value in (("checkpoint_tokens", tokens), ("workspace_limit", self.workspace_limit)):
+            if value is not None and not isinstance(value, int):
+                raise UnsupportedProblemError(f"{name}={value!r}; give an integer")
         if tokens < CHUNK_TOKENS or tokens % CHUNK_TOKENS:
             raise UnsupportedProblemError(f"checkpoint_tokens={tokens}; use a positive multiple of {CHUNK_TOKENS}")
         if self.workspace_limit is not None and self.workspace_limit < 1:
@@ -62,3 +65,18 @@ class KdaOptions:
         if family is not None and family not in config.FAMILY_CHOICES:
             raise UnsupportedProblemError(f"family={family!r}; use one of {config.FAMILY_CHOICES} or None")
         return KdaOptions(backward, tokens, self.workspace_limit, family)
+
+
+def resolve_options(options: KdaOptions | None) -> KdaOptions:
+    """Return the options of a call with every knob decided; raises on what is no KdaOptions."""
+    if options is not None and not isinstance(options, KdaOptions):
+        raise UnsupportedProblemError(f"options is {type(options).__name__}; give KdaOptions(...) or None")
+    return (options or KdaOptions()).resolved()
+
+
+def resolve_scale(scale: float | None, head_dim: int) -> float:
+    """Return the scale, K^-1/2 by default; raises unless fp32 can hold it."""
+    value = head_dim**-0.5 if scale is None else float(scale)
+    if not abs(value) < 3.4e38:
+        raise UnsupportedProblemError(f"scale={scale}; give a finite number that fp32 holds")
+    return value

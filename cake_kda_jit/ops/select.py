@@ -9,7 +9,7 @@ from .. import config
 from ..arch import get_arch
 from ..catalog import registry
 from ..errors import UnsupportedProblemError
-from ..programs.transfer_walk import PRECISION_MODES
+from ..programs.transfer_walk import PRECISION_MODES, SM90_WIDTHS
 from ..record import Record
 from .problem import AttentionProblem, ConvProblem
 
@@ -90,12 +90,11 @@ class SegmentRule:
 def segment_rule(num_value_heads: int, head_dim: int) -> SegmentRule:
     """Return the rule for a number of heads: segments where heads alone leave processors idle.
 
-    It depends on HV and V, and its use on each document's own length, so neighbours in a pack change no bits.
+    It depends on HV and V, and its use on each document's own length, so neighbours in a pack change no bits. From 64
+    value blocks of 64 columns on, one long document is served sooner by a plain scan than by summaries and a scan.
     """
     parts = num_value_heads * (head_dim // 64)
-    if parts >= 128:
-        return SegmentRule(0, 0)
-    return SegmentRule(4096, 16384) if parts >= 64 else SegmentRule(2048, 4096)
+    return SegmentRule(0, 0) if parts >= 64 else SegmentRule(2048, 4096)
 
 
 def resolve_walk(variant: str | None, precision_mode: int) -> str:
@@ -118,17 +117,42 @@ def resolve_walk(variant: str | None, precision_mode: int) -> str:
     return PRECISION_MODES[precision_mode] if walk == "tf32_hilo" else walk
 
 
-def select_walk(arch: str, variant: str | None, precision_mode: int, family: str | None = None) -> Selection:
-    """Return the transfer walk's record: the shipped default, or the one that an argument or the environment names."""
+SM90_PROCESSORS = 132
+"""Streaming multiprocessors of an H100 or H200: what the width of the sm90 walk is chosen for. It changes no bit."""
+
+
+def walk_width(num_walks: int, head_dim: int) -> int:
+    """Return the value columns per CTA of the sm90 walk: the fewest whose CTAs all run at once, else all of them.
+
+    ``num_walks`` is chains times heads. A walk is serial, so narrower CTAs end it sooner as long as none waits for a
+    processor; once some wait, wider ones split M less often.
+    """
+    for width in SM90_WIDTHS:
+        if num_walks * (head_dim // width) <= SM90_PROCESSORS or width >= head_dim:
+            return width
+    return max(SM90_WIDTHS)
+
+
+def select_walk(
+    arch: str, variant: str | None, precision_mode: int, family: str | None = None, *, num_walks: int, head_dim: int
+) -> Selection:
+    """Return the transfer walk's record: the default, or the one that an argument or the environment names.
+
+    The default's value width is chosen by ``num_walks``, chains times heads, in the family that has several.
+    """
     walk = resolve_walk(variant, precision_mode)
     if variant is not None or precision_mode:
         source = "argument"
     else:
         source = "environment" if config.is_set("TRANSFER_WALK") else "default"
     for candidate in _families(arch, family):
-        record = _find_record("transfer_walk", walk, candidate)
+        name, reason = walk, f"{walk} by {source}"
+        if candidate == "sm90" and source == "default":
+            name = SM90_WIDTHS[walk_width(num_walks, head_dim)]
+            reason = f"{name} by default for {num_walks} walks of width {head_dim}"
+        record = _find_record("transfer_walk", name, candidate)
         if record is not None and arch in record.archs:
-            return Selection(record, f"{walk} by {source}")
+            return Selection(record, reason)
     raise UnsupportedProblemError(
         f"no record of transfer_walk {walk} for {arch}; there are: {_offers('transfer_walk')}"
     )

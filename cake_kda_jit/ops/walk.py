@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from .. import config
 from ..runtime.device import arch_of_device
 from ..runtime.launch import launch
 from .pipeline import address
@@ -21,8 +22,15 @@ def walk(
     transpose: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch the walk; returns entry ``[F, HV, K, V]`` and exit ``[N, HV, K, V]``, fp32."""
-    chosen = select_walk(arch_of_device(M.device).name, variant, precision_mode)
     num_chains = offsets.shape[0] - 1
+    chosen = select_walk(
+        arch_of_device(M.device).name,
+        variant,
+        precision_mode,
+        config.read("FAMILY"),
+        num_walks=num_chains * B.shape[1],
+        head_dim=B.shape[2],
+    )
     entry = torch.empty_like(B)
     exit_ = B.new_empty((num_chains, *B.shape[1:]))
     if num_chains == 0:

@@ -2,6 +2,8 @@
 
 Tensor cores multiply bf16 or TF32 numbers, so each fp32 operand is split into parts whose products are summed:
 ``templates/macros/split_products.jinja`` lists the pairs, smallest first. One library holds K = V = 64 and 128.
+
+The families sum in different orders, so their bits differ; within one, the value width changes none.
 """
 
 from __future__ import annotations
@@ -35,27 +37,55 @@ FORMS = {
     "tf32_hilo_three_mma": ("tf32", 3, 128, False),
     "tf32_hilo_plain_tf32": ("tf32", 1, 128, False),
 }
+# Of the family sm90, whose default form is shipped in all widths: ops/select takes the one that fills the processors.
+SM90_FORMS = {
+    "bf16x3_hw32": ("bf16x3", 6, 32, True),
+    "bf16x3_hw64": ("bf16x3", 6, 64, True),
+    "bf16x3": ("bf16x3", 6, 128, True),
+}
+SM90_WIDTHS = {32: "bf16x3_hw32", 64: "bf16x3_hw64", 128: "bf16x3"}
+FAMILY_FORMS = {"cpu": FORMS, "smxx": FORMS, "sm90": SM90_FORMS}
+TEMPLATES = {
+    "cpu": "cpu/transfer_walk.cpp.jinja",
+    "smxx": "smxx/transfer_walk.cu.jinja",
+    "sm90": "sm90/transfer_walk.cu.jinja",
+}
 PRECISION_MODES = ("tf32_hilo", "tf32_hilo_three_mma", "tf32_hilo_plain_tf32")
 
 
-def shared_memory_bytes(split: str, value_width: int) -> int:
-    """Return what one CTA needs at least, at K = 128: the parts of S, with the padding that keeps banks apart."""
+def shared_memory_bytes(family: str, split: str, value_width: int) -> int:
+    """Return what one CTA needs at least, at K = 128: the parts of S; in sm90 its columns of B and tiles of M too.
+
+    smxx pads rows to keep banks apart, sm90 exchanges columns. Up to 64 columns sm90 has two buffers for the
+    parts and all of M under way, else one and half of it.
+    """
+    if family == "cpu":
+        return 0
+    if family == "sm90":
+        buffers, inner = (2, 128) if value_width <= 64 else (1, 64)
+        return 128 * (value_width * (3 * 2 * buffers + 4) + inner * 4)
     of_64_columns = 3 * 128 * (64 + 8) * 2 if split == "bf16x3" else 64 * (128 + 8) * 4
     return value_width // 64 * of_64_columns
 
 
+def _archs(family: str, shared_bytes: int) -> tuple[str, ...]:
+    if family == "cpu":
+        return CPU_ARCHES
+    fitting = (ARCHES[name] for name in CUDA_ARCHES if ARCHES[name].shared_memory_bytes >= shared_bytes)
+    return tuple(arch.name for arch in fitting if family in arch.families)
+
+
 def _record(variant: str, family: str) -> Record:
-    split, num_terms, value_width, shipped = FORMS[variant]
+    split, num_terms, value_width, shipped = FAMILY_FORMS[family][variant]
     is_cpu = family == "cpu"
-    shared_bytes = 0 if is_cpu else shared_memory_bytes(split, value_width)
-    cuda_archs = tuple(name for name in CUDA_ARCHES if ARCHES[name].shared_memory_bytes >= shared_bytes)
+    shared_bytes = shared_memory_bytes(family, split, value_width)
     return Record(
         program="transfer_walk",
         variant=variant,
         family=family,
         params=make_params(split=split, num_terms=num_terms, value_width=value_width),
-        archs=CPU_ARCHES if is_cpu else cuda_archs,
-        template="cpu/transfer_walk.cpp.jinja" if is_cpu else "smxx/transfer_walk.cu.jinja",
+        archs=_archs(family, shared_bytes),
+        template=TEMPLATES[family],
         entry=CPU_ENTRY if is_cpu else CUDA_ENTRY,
         shipped=shipped,
         limits=Limits(max_spill_bytes=0 if shipped and not is_cpu else None, shared_memory_bytes=shared_bytes),
@@ -65,6 +95,6 @@ def _record(variant: str, family: str) -> Record:
 PROGRAM = Program(
     name="transfer_walk",
     summary="states entering every fragment of every chain, from the fragments' affine summaries",
-    records=tuple(_record(variant, family) for family in ("cpu", "smxx") for variant in FORMS),
+    records=tuple(_record(variant, family) for family, forms in FAMILY_FORMS.items() for variant in forms),
     bytes_note="per (fragment, head) at K = V = 128: M 64 KiB per CTA pass, B 64 KiB, entry 64 KiB",
 )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -29,18 +31,34 @@ class LaunchRecord:
     origin: str
 
 
-_last_call: list[LaunchRecord] = []
+class _Account(threading.local):
+    """The launches of the operation that this thread is in, None outside one."""
+
+    launches: list[LaunchRecord] | None = None
 
 
-def begin_call() -> None:
-    """Start a new account: the launches that follow belong to one public operation, forward or backward."""
-    global _last_call
-    _last_call = []
+_last_operation: tuple[LaunchRecord, ...] = ()
+_account = _Account()
+
+
+@contextmanager
+def operation() -> Iterator[None]:
+    """Account for the launches inside as one operation, published whole when it ends without an error."""
+    global _last_operation
+    _account.launches = []
+    try:
+        yield
+        _last_operation = tuple(_account.launches)
+    finally:
+        _account.launches = None
 
 
 def last_launches() -> list[LaunchRecord]:
-    """Return what the last operation launched, in order; a backward is an operation of its own."""
-    return list(_last_call)
+    """Return what the last operation of any thread launched, in order.
+
+    A forward, a backward and the making of a plan are operations of their own; a call without a plan makes one first.
+    """
+    return list(_last_operation)
 
 
 def launch(record: Record, reason: str, values: Mapping[str, object], device: torch.device) -> None:
@@ -65,6 +83,7 @@ def launch(record: Record, reason: str, values: Mapping[str, object], device: to
             block = kernel.launch(values, current_stream(device))
     # The grid is asked for now: an entry may read the arguments' tables, which live no longer than this call.
     grid = kernel.grid(block)
-    _last_call.append(
-        LaunchRecord(record.program, record.variant, record.family, arch.name, grid, reason, kernel.origin)
-    )
+    if _account.launches is not None:
+        _account.launches.append(
+            LaunchRecord(record.program, record.variant, record.family, arch.name, grid, reason, kernel.origin)
+        )

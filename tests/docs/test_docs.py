@@ -163,7 +163,7 @@ def test_the_budgets_are_those_of_the_tests():
 
 def test_the_walks_are_those_of_the_registry():
     rows = re.findall(r"^\| `(\w+)` \|.*\| (\d+) \| (yes|no)\b", read(DOCS / "mathematics.md"), re.MULTILINE)
-    walks = {r.variant: r for r in registry().records() if r.program == "transfer_walk"}
+    walks = {r.variant: r for r in registry().records() if r.program == "transfer_walk" and r.family != "sm90"}
     assert {name for name, _, _ in rows} == set(walks)
     for name, width, shipped in rows:
         assert (int(width), shipped == "yes") == (walks[name].constants["value_width"], walks[name].shipped), name

@@ -14,9 +14,9 @@ assert chunk_kda and causal_conv1d and transfer_walk  # importing them registers
 @pytest.mark.parametrize("backward", ["saved", "replay", None])
 @pytest.mark.parametrize("optional", [True, False])
 def test_attention_forward(optional, backward):
-    """With gate parameters and states in segments, or with ready inputs; keeping nothing, or for either backward."""
+    """In segments, with gate parameters and states or ready inputs; keeping nothing, or for either backward."""
     problem = make_problem((140, 0, 25))
-    plan = make_plan(problem.cu_seqlens, num_heads=2, head_dim=64, device="cpu", segment_tokens=64 * optional)
+    plan = make_plan(problem.cu_seqlens, num_heads=2, head_dim=64, device="cpu", segment_tokens=64)
     inputs = [tensor[0].requires_grad_() for tensor in problem.inputs.values()]
     extra = [None] * 3
     if optional:

@@ -16,8 +16,8 @@ def test_reason_and_record():
 
 
 def test_what_no_record_solves_is_refused_with_what_there_is():
-    with pytest.raises(UnsupportedProblemError, match="cpu/chunk_prepare__bf16_k64"):
-        select_attention("chunk_prepare", AttentionProblem("sm_90a", "bf16", 2, 4, 128), None)
+    with pytest.raises(UnsupportedProblemError, match="cpu/chunk_grad__bf16_k64"):
+        select_attention("chunk_grad", AttentionProblem("sm_90a", "bf16", 2, 4, 128), None)
 
 
 def test_a_forced_family_that_cannot_run_raises():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from cake_kda_jit.arch import ARCHES, host_arch
 from cake_kda_jit.catalog import registry
 from cake_kda_jit.compiler.build import build
 from cake_kda_jit.errors import ToolchainNotFound, UnsupportedProblemError
-from cake_kda_jit.programs.transfer_walk import FORMS
+from cake_kda_jit.programs.transfer_walk import FORMS, SM90_FORMS
 from cake_kda_jit.reference import transfer_walk_reference
 from cake_kda_jit.runtime.load import get_kernel, load
 
@@ -220,11 +222,19 @@ def test_cuda_records_fit_their_architectures():
             assert not record.shipped or len(record.archs) == sum(arch.is_cuda for arch in ARCHES.values())
 
 
-@pytest.fixture(scope="module")
-def cuda_kernel():
-    """The shipped CUDA library: it spills nothing (a limit of its record), and its entry answers without a device."""
+def test_sm90_records_build_for_hopper_alone():
+    records = [r for r in registry().records() if r.program == "transfer_walk" and r.family == "sm90"]
+    assert {r.constants["value_width"] for r in records} == {32, 64, 128}
+    for record in records:
+        assert record.archs == ("sm_90a",) and record.shipped
+        assert record.limits.shared_memory_bytes <= ARCHES["sm_90a"].shared_memory_bytes
+
+
+@pytest.fixture(scope="module", params=["smxx", "sm90"])
+def cuda_kernel(request):
+    """A shipped CUDA library: it spills nothing (a limit of its record), and its entry answers without a device."""
     try:
-        return load(build(registry().get("transfer_walk", "bf16x3_hw64", "smxx"), "sm_90a"))
+        return load(build(registry().get("transfer_walk", "bf16x3_hw64", request.param), "sm_90a"))
     except ToolchainNotFound as error:
         pytest.skip(f"no nvcc: {error.cause}")
 
@@ -250,6 +260,18 @@ CUDA_VALUES = {
 def test_cuda_grid(cuda_kernel, changes, grid):
     """Value blocks and chains in x, which goes to 2^31 - 1; heads in y, which stops at 65,535."""
     assert cuda_kernel.grid(cuda_kernel.record.entry.pack(CUDA_VALUES | changes)) == grid
+
+
+@pytest.mark.parametrize("variant", SM90_FORMS)
+def test_sm90_products_are_not_serialized(variant):
+    """ptxas notes C7510 to C7517 say that it made wgmma wait: right results at a fraction of the speed."""
+    try:
+        artifact = build(registry().get("transfer_walk", variant, "sm90"), "sm_90a")
+    except ToolchainNotFound as error:
+        pytest.skip(f"no nvcc: {error.cause}")
+    logs = [path.read_text() for path in artifact.directory.iterdir() if path.suffix in (".txt", ".log", ".json")]
+    assert any("ptxas info" in log for log in logs)
+    assert not any(re.search(r"C75\d\d|wgmma\.mma_async instructions are serialized", log) for log in logs)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,184 @@
+"""Calls inside what users put around them: default dtypes, checkpointing, inference mode, threads, second derivatives."""
+
+from __future__ import annotations
+
+import ast
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import cake_kda_jit
+from cake_kda_jit import (
+    KdaOptions,
+    UnsupportedProblemError,
+    causal_conv1d,
+    chunk_kda,
+    last_launches,
+    make_plan,
+    segment_summary,
+    transfer_walk,
+)
+from cake_kda_jit.bench.problems import make_problem, run
+
+OPS = Path(cake_kda_jit.__file__).parent / "ops"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_default_dtype_changes_nothing(dtype):
+    problem = make_problem((70, 20))
+    expected = run(chunk_kda, problem, output_final_state=True)
+    torch.set_default_dtype(dtype)
+    try:
+        found = run(chunk_kda, problem, output_final_state=True)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+
+
+def test_memory_is_allocated_with_a_dtype():
+    """Kernels write a fixed dtype; torch.empty without one follows the user's default."""
+    for path in OPS.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("torch.empty", "torch.zeros", "torch.ones"):
+                assert "dtype" in {keyword.arg for keyword in node.keywords}, f"{path.name}:{node.lineno}"
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_activation_checkpointing(use_reentrant):
+    problem = make_problem((70, 20), with_state=False)
+
+    def gradients(wrap):
+        leaves = [tensor.clone().requires_grad_() for tensor in problem.inputs.values()]
+        wrap(*leaves).float().square().sum().backward()
+        return [leaf.grad for leaf in leaves]
+
+    def plain(*inputs):
+        return chunk_kda(*inputs, cu_seqlens=problem.cu_seqlens, **problem.keywords)[0]
+
+    found = gradients(lambda *inputs: checkpoint(plain, *inputs, use_reentrant=use_reentrant))
+    assert all(torch.equal(one, other) for one, other in zip(found, gradients(plain)))
+
+
+def test_conv_under_activation_checkpointing():
+    x, weight = torch.randn(1, 20, 8, requires_grad=True), torch.randn(8, 4, requires_grad=True)
+    checkpoint(lambda *inputs: causal_conv1d(*inputs)[0], x, weight, use_reentrant=False).sum().backward()
+    assert x.grad is not None and weight.grad is not None
+
+
+def test_a_plan_of_inference_mode_trains():
+    problem = make_problem((70, 20), with_state=False)
+    with torch.inference_mode():
+        plan = make_plan(problem.cu_seqlens, num_heads=2, head_dim=64, device="cpu")
+    leaves = [tensor.clone().requires_grad_() for tensor in problem.inputs.values()]
+    chunk_kda(*leaves, plan=plan, **problem.keywords)[0].float().sum().backward()
+    assert all(leaf.grad is not None for leaf in leaves)
+
+
+def test_second_derivatives_and_undifferentiable_pieces_are_refused():
+    problem = make_problem((20,), dtype=torch.float32, with_state=False)
+    leaves = [tensor.clone().requires_grad_() for tensor in problem.inputs.values()]
+    o, _ = chunk_kda(*leaves, **problem.keywords)
+    [dq] = torch.autograd.grad(o.sum(), leaves[:1], create_graph=True)
+    with pytest.raises(UnsupportedProblemError, match="chunk_kda_backward has no gradient"):
+        dq.sum().backward()
+    _, k, v, g, beta = leaves
+    M, B = segment_summary(k, v, -g.abs(), beta, torch.tensor([0, 20]))
+    with pytest.raises(UnsupportedProblemError, match="segment_summary has no gradient"):
+        M.sum().backward()
+    entry, _ = transfer_walk(M.detach().requires_grad_(), B.detach(), None, torch.tensor([0, 1]))
+    with pytest.raises(UnsupportedProblemError, match="transfer_walk has no gradient"):
+        entry.sum().backward()
+
+
+def test_each_operation_has_an_account_of_its_own():
+    problem = make_problem((20,), with_state=False)
+    plan = make_plan(problem.cu_seqlens, num_heads=2, head_dim=64, device="cpu")
+    assert [one.program for one in last_launches()] == ["pack_tables"]
+    chunk_kda(*problem.inputs.values(), plan=plan, **problem.keywords)
+    assert [one.program for one in last_launches()] == ["chunk_prepare", "chunk_scan"]
+
+
+def test_accounts_of_two_threads_do_not_mix():
+    problems = {64: make_problem((130,), head_dim=64), 128: make_problem((130,), head_dim=128)}
+    mixed = []
+
+    def work(problem):
+        for _ in range(10):
+            run(chunk_kda, problem, output_final_state=True)
+            variants = {one.variant for one in last_launches() if one.program != "parameter_reduce"}
+            if len(variants) > 1:
+                mixed.append(variants)
+
+    threads = [threading.Thread(target=work, args=(problem,)) for problem in problems.values()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not mixed
+
+
+@pytest.mark.parametrize("call", ["chunk_kda", "causal_conv1d", "transfer_walk", "segment_summary", "make_plan"])
+def test_a_forced_family_that_cannot_run_raises_everywhere(monkeypatch, call):
+    problem = make_problem((20,), with_state=False)
+    q, k, v, g, beta = problem.inputs.values()
+    plan = make_plan(problem.cu_seqlens, num_heads=2, head_dim=64, device="cpu")
+    monkeypatch.setenv("CAKE_KDA_JIT_FAMILY", "smxx")
+    calls = {
+        "chunk_kda": lambda: chunk_kda(q, k, v, g, beta, plan=plan, **problem.keywords),
+        "causal_conv1d": lambda: causal_conv1d(torch.randn(1, 9, 8), torch.randn(8, 4)),
+        "transfer_walk": lambda: transfer_walk(
+            torch.zeros(1, 1, 64, 64), torch.zeros(1, 1, 64, 64), None, torch.tensor([0, 1])
+        ),
+        "segment_summary": lambda: segment_summary(k, v, g, beta, torch.tensor([0, 20])),
+        "make_plan": lambda: make_plan(torch.tensor([0, 5]), num_heads=1, head_dim=64, device="cpu"),
+    }
+    with pytest.raises(UnsupportedProblemError, match="family 'smxx' cannot run"):
+        calls[call]()
+
+
+BAD = {
+    "host copy alone": (lambda p, a: a.update(cu_seqlens=None, cu_seqlens_cpu=torch.tensor([0, 8, 20])), "without cu_"),
+    "host copy differs": (lambda p, a: a.update(cu_seqlens_cpu=torch.tensor([0, 8, 20])), "differs from cu_seqlens"),
+    "list beside a plan": (lambda p, a: a.update(plan=p, cu_seqlens=[0, 12, 20]), "cu_seqlens is list"),
+    "host copy beside a plan": (
+        lambda p, a: a.update(plan=p, cu_seqlens=None, cu_seqlens_cpu=torch.tensor([0, 8, 20])),
+        "differs from the boundaries",
+    ),
+    "plan of another kind": (lambda p, a: a.update(plan="x", cu_seqlens=None), "plan is str"),
+    "options of another kind": (lambda p, a: a.update(options={}), "options is dict"),
+    "A_log": (lambda p, a: a.update(use_gate_in_kernel=True, A_log=[0.0]), "A_log is list"),
+    "state": (lambda p, a: a.update(initial_state=[0.0]), "initial_state is list"),
+    "scale": (lambda p, a: a.update(scale=1e300), "scale=1e"),
+    "tiny bound": (lambda p, a: a.update(use_gate_in_kernel=True, lower_bound=-1e-60), "lower_bound=-1e-60"),
+    "workspace": (lambda p, a: a.update(options=KdaOptions(workspace_limit=1e9)), "workspace_limit=1000000000.0"),
+    "checkpoints": (lambda p, a: a.update(options=KdaOptions(checkpoint_tokens="64")), "checkpoint_tokens='64'"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_wrong_kinds_are_refused(case):
+    change, message = BAD[case]
+    problem = make_problem((12, 8), with_state=False)
+    plan = make_plan(problem.cu_seqlens, num_heads=2, head_dim=64, device="cpu")
+    arguments = {**problem.inputs, "cu_seqlens": problem.cu_seqlens}
+    change(plan, arguments)
+    with pytest.raises(UnsupportedProblemError, match=message):
+        chunk_kda(**arguments)
+
+
+def test_messages_name_the_arguments():
+    M = B = torch.zeros(4, 1, 64, 64)
+    with pytest.raises(UnsupportedProblemError, match="offsets ends at 3 but the inputs hold 4 fragments"):
+        transfer_walk(M, B, None, torch.tensor([0, 3]))
+    with pytest.raises(UnsupportedProblemError, match="M is int; give a tensor"):
+        transfer_walk(1, B, None, torch.tensor([0, 4]))
+    with pytest.raises(UnsupportedProblemError, match="x is list; give a tensor"):
+        causal_conv1d([1.0], torch.zeros(8, 4))
+    with pytest.raises(UnsupportedProblemError, match="num_value_heads=0"):
+        make_plan(torch.tensor([0, 4]), num_heads=1, num_value_heads=0, device="cpu")
+    with pytest.raises(UnsupportedProblemError, match="num_heads=2.0; give an integer"):
+        make_plan(torch.tensor([0, 4]), num_heads=2.0, device="cpu")
