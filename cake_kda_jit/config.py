@@ -88,7 +88,7 @@ KNOBS: tuple[Knob, ...] = (
     _own("COMPILE_TIMEOUT", _positive_seconds, "seconds", 900.0, "longest time one compilation may take"),
     _own("JOBS", _positive_integer, "a positive integer", None, "compilations at a time; default by cores and memory"),
     _own("NVCC", str, "a path", None, "the nvcc to use; default CUDA_HOME, PATH, the usual places"),
-    _own("CXX", str, "a path or command", None, "the host compiler; default g++, then c++ and clang++"),
+    _own("CXX", str, "a path or a command of one word", None, "the host compiler; default g++, then c++ and clang++"),
     _own("NINJA", str, "a path", None, "the ninja to use; default its Python package, then PATH"),
     _own("TOOLCHAIN_DIR", str, "a directory", None, "where `toolchain install` puts and finds pip toolchains"),
     _own("EXTRA_FLAGS", str, "compiler flags", "", "appended to every compile command, and part of the key"),

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from .. import __version__
 from ..errors import CakeKdaError, ConfigError
 
 # verb -> what it does. A verb's module has its name; a verb's own options stand there.
@@ -22,18 +23,42 @@ VERBS = {
     "report": "show registers, spills, shared memory and compile seconds of compiled kernels",
     "toolchain": "list the compilers found, or install nvcc from Python packages",
     "env": "show every environment variable, its value and its default",
+    "bench": "run one measurement of the kernels; `bench` alone lists them",
     "demo": "train a small language model on packed documents",
 }
-_FORWARDED = {"demo": "cake_kda_jit.demo"}
+# These read their own command line.
+_FORWARDED = {"bench": "cake_kda_jit.bench.command", "demo": "cake_kda_jit.demo"}
 _MODULES = {"list": "list_records"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb, of the process's own command line by default; returns 0, 1 when it failed, 2 for wrong use."""
-    argv = sys.argv[1:] if argv is None else argv
+    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        status = _run(argv)
+        sys.stdout.flush()
+        return status
+    except ConfigError as error:
+        return _fail(argv, error, 2)
+    except CakeKdaError as error:
+        return _fail(argv, error, 1)
+    except BrokenPipeError:
+        # The reader of a pipe has seen enough.
+        _drop_what_cannot_be_written()
+        return 0
+    except OSError as error:
+        _drop_what_cannot_be_written()
+        where = f": {error.filename}" if error.filename else ""
+        return _fail(argv, f"{error.strerror or error}{where}", 1)
+    except KeyboardInterrupt:
+        return _fail(argv, "interrupted", 1)
+
+
+def _run(argv: list[str]) -> int:
     if argv and argv[0] in _FORWARDED:
-        return import_module(_FORWARDED[argv[0]]).main(list(argv[1:]))
+        return import_module(_FORWARDED[argv[0]]).main(argv[1:])
     parser = argparse.ArgumentParser(prog="cake-kda-jit", description="Kernels of Kimi Delta Attention, compiled here.")
+    parser.add_argument("--version", action="version", version=f"cake-kda-jit {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     for verb, summary in VERBS.items():
         sub = verbs.add_parser(verb, help=summary, description=summary, add_help=verb not in _FORWARDED)
@@ -45,22 +70,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = parser.parse_args(argv)
     except SystemExit as stop:
         return 2 if stop.code else 0
-    try:
-        return arguments.run(arguments)
-    except ConfigError as error:
-        print(f"cake-kda-jit {arguments.verb}: {error}", file=sys.stderr)
-        return 2
-    except CakeKdaError as error:
-        print(f"cake-kda-jit {arguments.verb}: {error}", file=sys.stderr)
-        return 1
-    except BrokenPipeError:
-        # The reader of a pipe has seen enough; nothing may be flushed to it any more at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except OSError as error:
-        where = f": {error.filename}" if error.filename else ""
-        print(f"cake-kda-jit {arguments.verb}: {error.strerror or error}{where}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print(f"cake-kda-jit {arguments.verb}: interrupted", file=sys.stderr)
-        return 1
+    return arguments.run(arguments)
+
+
+def _fail(argv: list[str], why: object, status: int) -> int:
+    print(f"cake-kda-jit {' '.join(argv[:1])}: {why}", file=sys.stderr)
+    return status
+
+
+def _drop_what_cannot_be_written() -> None:
+    """Let nothing that a stream refuses be tried again, with a traceback, when the process ends."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -50,6 +50,7 @@ def compile_into_cache(found: lookup.Search) -> Artifact:
     if found.toolchain is None:
         raise found.toolchain_error
     check_target(found.arch, found.toolchain, extra_flags())
+    config.read("CACHE_MAX_BYTES")  # is needed after the build: a malformed one is refused before it
     root = get_writable_root()
     name = cache.entry_name(found.record, lookup.get_build_key(found))
     try:

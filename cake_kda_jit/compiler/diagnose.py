@@ -15,6 +15,7 @@ from ..errors import (
     DiskFull,
     HostCompilerUnsupported,
     SpillLimitExceeded,
+    ToolchainNotFound,
     UnsupportedArch,
 )
 from ..record import Record
@@ -24,8 +25,13 @@ _ERROR_LINE = re.compile(
     r"|cannot find |: not found|died due to signal|Killed|No space left",
 )  # fmt: skip
 _NOISE = re.compile(r"^(FAILED:|ninja: |\[\d+/\d+\])|collect2: error|ld returned \d+ exit status")
+# Lines in which a compiler or linker speaks of the source: its words there say nothing about the compiler itself.
+_ABOUT_SOURCE = re.compile(
+    r"^\s*\d*\s*\||:\d+(:\d+)?: |\(\d+\): (error|warning)|undefined (reference|symbol)|in function |^\[\d+/\d+\]"
+)
 _KILLED = re.compile(
-    r"Killed signal|signal 9\b|\bKilled\b|code=137\]|out of memory|memory exhausted|bad_alloc|Cannot allocate memory",
+    r"Killed signal|signal 9\b|(^|: )\s*(\d+ +)?Killed\b|\[Killed\]|code=137\]|: out of memory\b|memory exhausted"
+    r"|what\(\):\s+std::bad_alloc|: Cannot allocate memory|memory allocation failure",
     re.I,
 )
 # What the first error tells of the machine rather than of the source: (pattern, what to do).
@@ -41,6 +47,9 @@ _HINTS = (
     (r"died due to signal", "a part of nvcc crashed: another release may not; set CAKE_KDA_JIT_NVCC"),
     (r"(fatal error: |cannot open source file )[^ ]*std|bits/c\+\+config\.h", "the C++ standard headers are missing: "
      "install libstdc++'s development files"),
+    (r"undefined (reference to|symbol:) .?((typeinfo|vtable|VTT) for )?(std::|operator (new|delete)|__cxa_|__gxx_|"
+     r"__cxxabiv1)", "the C++ runtime is not linked: does CAKE_KDA_JIT_CXX name a C compiler (gcc, clang)? Name g++ or "
+     "clang++"),
     (r"Permission denied", "a file or directory of the compiler or of the cache cannot be used by this user"),
     (r"CAKE_KDA_JIT_EXTRA_FLAGS|unrecognized (command-line )?option|Unknown option", "does CAKE_KDA_JIT_EXTRA_FLAGS "
      "hold flags of another compiler?"),
@@ -77,8 +86,15 @@ def failure(
     parts = {"log": place.log, "reproduction": place.reproduction, "first_error": first_error(log)}
     if status is None:
         return CompileTimeout(
-            f"compiling {what} took longer than {seconds:.0f} s and was stopped",
+            f"compiling {what} took longer than {seconds:g} s and was stopped",
             hint="set CAKE_KDA_JIT_COMPILE_TIMEOUT to more seconds",
+            **parts,
+        )
+    if status > 0 and not log.strip() and free_bytes >= _FULL_BYTES:
+        # ninja prints each command before it runs it, and each of its own errors.
+        return ToolchainNotFound(
+            f"compiling {what} failed: ninja ended with status {status} and printed nothing",
+            hint="is that a ninja? CAKE_KDA_JIT_NINJA names another, and `pip install ninja` installs one",
             **parts,
         )
     # A disk can be too full for the very message that says so.
@@ -89,7 +105,7 @@ def failure(
             hint="free space, or set CAKE_KDA_JIT_CACHE_DIR to another file system",
             **parts,
         )
-    if _KILLED.search(log):
+    if _was_killed(log):
         return CompilerOutOfMemory(
             f"the compiler of {what} was killed, most likely for memory",
             hint="set CAKE_KDA_JIT_JOBS=1, or give this process more memory",
@@ -108,6 +124,10 @@ def failure(
             **parts,
         )
     return CompileError(f"compiling {what} failed", hint=_hint(log), **parts)
+
+
+def _was_killed(log: str) -> bool:
+    return any(_KILLED.search(line) for line in log.splitlines() if not _ABOUT_SOURCE.search(line))
 
 
 def _hint(log: str) -> str:

@@ -96,7 +96,7 @@ def _acquire(path: Path, holder: Path, name: str) -> int | None:
 
 def _lock_timeout(name: str, path: Path, known: dict[str, Any] | None, silent: float) -> LockTimeout:
     return LockTimeout(
-        f"{name}: the build lock is held by {shown(known)}, without a sign of life for {silent:.0f} s",
+        f"{name}: the build lock is held by {shown(known)}, without a sign of life for {silent:.1f} s",
         hint=f"end that process, or set CAKE_KDA_JIT_LOCK_TIMEOUT to more seconds; the lock is {path}",
     )
 

@@ -24,7 +24,7 @@ from ..arch import Arch, get_arch
 from ..catalog import registry
 from ..codegen.render import check_arch, render
 from ..errors import BuildError, ConfigError, UnsupportedArch
-from ..paths import manifest_path
+from ..paths import PACKAGE_DIR, manifest_path
 from ..record import Record
 from . import lookup
 from .artifact import Artifact
@@ -59,7 +59,13 @@ def manifest_text(*, shipped: bool) -> str:
 
 
 def write_manifests() -> list[Path]:
-    """Write both manifests; returns the paths of those that changed."""
+    """Write both manifests; returns the paths of those that changed.
+
+    Raises ConfigError in an installed package: its manifests came with its templates.
+    """
+    place = manifest_path(shipped=True).parent
+    if place.is_relative_to(PACKAGE_DIR):
+        raise ConfigError(f"the manifests in {place} belong to an installed package; write those of a checkout")
     outdated = _outdated()
     for path, text in outdated:
         path.write_text(text, encoding="utf-8")

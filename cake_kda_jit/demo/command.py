@@ -83,8 +83,10 @@ def run(settings: Settings, stream: TextIO) -> Result:
     from .training import make_trainer
 
     trainer = make_trainer(settings)
-    say(f"model: {settings.layers} layers, {settings.heads} heads, K = V = {settings.head_dim}, "
-        f"{trainer.num_parameters / 1e6:.1f} million parameters on {settings.device}, {trainer.num_threads} threads")
+    say(
+        f"model: {settings.layers} layers, {settings.heads} heads, K = V = {settings.head_dim}, "
+        f"{trainer.num_parameters / 1e6:.1f} million parameters on {settings.device}, {trainer.num_threads} threads"
+    )
     with announced_loading(say):
         trainer.load_kernels()
 
@@ -96,8 +98,10 @@ def run(settings: Settings, stream: TextIO) -> Result:
 
     validation_loss = trainer.validate(pack_documents(corpus.held_out, settings.tokens))
     first_loss, last_loss = first_and_last(losses)
-    say(f"loss in nats per byte: {first_loss:.2f} at first, {last_loss:.2f} at last"
-        + ("" if validation_loss is None else f", {validation_loss:.2f} on documents held out"))
+    say(
+        f"loss in nats per byte: {first_loss:.2f} at first, {last_loss:.2f} at last"
+        + ("" if validation_loss is None else f", {validation_loss:.2f} on documents held out")
+    )
     sample = trainer.continue_text(SAMPLE_PROMPT, SAMPLE_BYTES).decode(errors="replace")
     say(f"sample: {sample!r}")
     draw_loss(figure, losses, validation_loss, _figure_title(settings, corpus))
@@ -134,11 +138,15 @@ def first_and_last(losses: list[float]) -> tuple[float, float]:
 
 
 def _corpus_line(corpus: Corpus) -> str:
-    return (f"text: {corpus.num_bytes / 1e6:.2f} MB from {corpus.num_files} files of {corpus.name}, "
-            f"{len(corpus.training)} documents to train on, {len(corpus.held_out)} held out")
+    return (
+        f"text: {corpus.num_bytes / 1e6:.2f} MB from {corpus.num_files} files of {corpus.name}, "
+        f"{len(corpus.training)} documents to train on, {len(corpus.held_out)} held out"
+    )
 
 
 def _figure_title(settings: Settings, corpus: Corpus) -> str:
     name = corpus.name if len(corpus.name) <= 50 else f"... {corpus.name[-46:]}"
-    return (f"Kimi Delta Attention, {settings.layers} layers, {settings.heads} heads, K = V = {settings.head_dim}\n"
-            f"bytes of {name}, {settings.tokens} tokens a step, {settings.device}")
+    return (
+        f"Kimi Delta Attention, {settings.layers} layers, {settings.heads} heads, K = V = {settings.head_dim}\n"
+        f"bytes of {name}, {settings.tokens} tokens a step, {settings.device}"
+    )

@@ -13,8 +13,18 @@ STANDARD_LIBRARY_BYTES = 1_000_000
 HELD_OUT_EVERY = 40
 
 # Installed packages differ between machines; tests and tables read unlike the rest of the library.
-_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "turtledemo",
-                    "lib2to3", "encodings", "pydoc_data"}
+_SKIPPED_FOLDERS = {
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+    "test",
+    "tests",
+    "idlelib",
+    "turtledemo",
+    "lib2to3",
+    "encodings",
+    "pydoc_data",
+}
 
 
 @dataclass(frozen=True)

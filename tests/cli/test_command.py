@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
 import pytest
 
-from cake_kda_jit import paths
+from cake_kda_jit import __version__, paths
 from cake_kda_jit.arch import host_arch
 from cake_kda_jit.catalog import Registry, registry
 from cake_kda_jit.cli import main
@@ -34,6 +35,8 @@ def test_every_verb_has_help(verb, capsys):
     [
         ([], "required"),
         (["fly"], "invalid choice"),
+        (["bench"], "walk_precision"),
+        (["bench", "fly"], "walk_precision"),
         (["render", "transfer_walk", "bf16x3"], "--arch"),
         (["render", "transfer_walk", "bf16x3", "--arch", "sm_1"], "target 'sm_1' is not known"),
         (["render", "transfer_walk", "bf16x4", "--arch", HOST_ARCH], "cpu/transfer_walk__bf16x3"),
@@ -99,6 +102,34 @@ def test_manifest_is_checked_and_written(monkeypatch, tmp_path, capsys):
     capsys.readouterr()
     assert main(["manifest", "--write", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"written": []}
+
+
+def test_manifest_of_an_installed_package_is_not_written(monkeypatch, tmp_path, capsys):
+    installed = tmp_path / "_data"
+    installed.mkdir()
+    monkeypatch.setattr("cake_kda_jit.compiler.manifest.PACKAGE_DIR", tmp_path)
+    monkeypatch.setattr(paths, "data_dir", lambda: installed)
+    assert main(["manifest", "--write"]) == 2
+    assert "belong to an installed package" in capsys.readouterr().err
+    assert list(installed.iterdir()) == []
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"cake-kda-jit {__version__}\n"
+
+
+def test_bench_hands_its_arguments_on(monkeypatch, capsys):
+    monkeypatch.setattr("cake_kda_jit.bench.pairs.main", lambda argv: print(argv) or 7)
+    assert main(["bench", "pairs", "--some", "1"]) == 7
+    assert capsys.readouterr().out == "['--some', '1']\n"
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_full_disk_behind_standard_output_is_one_message():
+    command = f"{sys.executable} -m cake_kda_jit list --json > /dev/full"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (1, "cake-kda-jit list: No space left on device\n")
 
 
 def test_closed_pipe_is_no_failure():

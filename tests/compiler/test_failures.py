@@ -76,6 +76,10 @@ def test_flags_of_another_compiler(data, monkeypatch):
         ("echo \"nvcc error : 'cicc' died due to signal 9 (Kill signal)\"; exit 9",
          errors.CompilerOutOfMemory, "memory"),
         ("echo 'cc1plus: out of memory allocating 65536 bytes'; exit 1", errors.CompilerOutOfMemory, "memory"),
+        ("echo terminate called after throwing; echo '  what():  std::bad_alloc'; exit 1",
+         errors.CompilerOutOfMemory, "memory"),
+        ("echo 'clang++: error: unable to execute command: Killed'; exit 1", errors.CompilerOutOfMemory, "memory"),
+        ("echo 'sh: line 1: 4711 Killed   cicc'; exit 1", errors.CompilerOutOfMemory, "memory"),
         ("echo 'virtual memory exhausted: Cannot allocate memory'; exit 1", errors.CompilerOutOfMemory, "memory"),
         ("echo \"nvcc error : 'ptxas' died due to signal 11 (Invalid memory reference)\"; exit 11",
          errors.CompileError, "a part of nvcc crashed"),
@@ -159,6 +163,50 @@ def test_compiler_that_cannot_be_started(data, monkeypatch, tmp_path):
     path.chmod(0o755)
     monkeypatch.setenv("CAKE_KDA_JIT_CXX", str(path))
     with pytest.raises(errors.ToolchainNotFound, match="g\\+\\+ does not run"):
+        build(tiny_record(), HOST_ARCH)
+
+
+def test_c_compiler_in_place_of_a_cpp_compiler(data, monkeypatch):
+    """It compiles C++ but links no C++ runtime; the linker's complaints name std::bad_alloc, which is no memory."""
+    gcc = shutil.which("gcc")
+    if gcc is None:
+        pytest.skip("needs gcc")
+    gain_header(data, """#include <new>
+static volatile int count = 2;
+static float guarded() {
+  try { volatile float* made = new float[count]; made[0] = 2; return made[0]; }
+  catch (const std::bad_alloc&) { return 0; }
+}
+static float kGain = guarded();
+""")
+    monkeypatch.setenv("CAKE_KDA_JIT_CXX", gcc)
+    error, _ = fail(errors.CompileError, tiny_record())
+    assert "std::bad_alloc" in open(error.log).read()
+    assert "undefined reference" in error.first_error and "Name g++" in error.hint
+
+
+def test_source_that_speaks_of_memory_is_a_compile_error(data):
+    gain_header(data, """#include <new>
+#error out of memory, Killed by signal 9: Cannot allocate memory
+static float guarded() { try { return 2; } catch (const std::bad_alloc&) { return } }
+""")
+    error, _ = fail(errors.CompileError, tiny_record())
+    assert "#error out of memory" in error.first_error
+
+
+def test_ninja_that_is_none(data, monkeypatch):
+    monkeypatch.setenv("CAKE_KDA_JIT_NINJA", "/bin/false")
+    with pytest.raises(errors.ToolchainNotFound, match="ninja ended with status 1 and printed nothing") as caught:
+        build(tiny_record(), HOST_ARCH)
+    assert "CAKE_KDA_JIT_NINJA" in caught.value.hint
+    monkeypatch.delenv("CAKE_KDA_JIT_NINJA")
+    assert build(tiny_record(), HOST_ARCH).origin == "built", "it is not remembered"
+
+
+def test_time_limit_below_a_second_is_said(data, fake_cxx, monkeypatch):
+    fake_cxx("sleep 20")
+    monkeypatch.setenv("CAKE_KDA_JIT_COMPILE_TIMEOUT", "0.3")
+    with pytest.raises(errors.CompileTimeout, match=r"took longer than 0\.3 s"):
         build(tiny_record(), HOST_ARCH)
 
 

@@ -14,6 +14,7 @@ from cake_kda_jit import paths
 from cake_kda_jit.compiler import flock, gc, staging, usage
 from cake_kda_jit.compiler.build import build
 from cake_kda_jit.compiler.lookup import find_artifact
+from cake_kda_jit.errors import ConfigError
 from cake_kda_jit.record import make_params
 
 from .forked import Forked
@@ -108,6 +109,14 @@ def test_every_build_keeps_the_cap(data, quick_cxx, cache_dir, monkeypatch, tiny
         os.utime(artifact.directory, (1000 + number, 1000 + number))
         del artifact
     assert len(names(cache_dir)) == 4
+
+
+def test_malformed_cap_is_refused_before_anything_is_compiled(data, quick_cxx, cache_dir, monkeypatch):
+    compiler = quick_cxx()
+    monkeypatch.setenv("CAKE_KDA_JIT_CACHE_MAX_BYTES", "8GB")
+    with pytest.raises(ConfigError, match="CAKE_KDA_JIT_CACHE_MAX_BYTES='8GB'"):
+        build(record(0), HOST_ARCH)
+    assert compiler.num_calls == 0 and names(cache_dir) == set()
 
 
 def test_without_locks_what_was_used_lately_stays(twenty, cache_dir, monkeypatch):

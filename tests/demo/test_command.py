@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -77,6 +78,21 @@ def test_a_second_start_compiles_nothing(text):
     second = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=120)
     last_line = second.stdout.splitlines()[-1]
     assert last_line.count(", cache)") == last_line.count(" (cpu, ") >= 4
+
+
+@pytest.mark.parametrize(
+    "pipe, code, message",
+    [
+        ("| head -n 1", 0, ""),
+        pytest.param("> /dev/full", 1, "cake-kda-jit demo: No space left on device\n",
+                     marks=pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")),
+    ],
+)  # fmt: skip
+def test_output_that_cannot_be_written_is_no_traceback(text, pipe, code, message):
+    words = [sys.executable, "-m", "cake_kda_jit", "demo", *arguments(text, "--steps", "1")]
+    command = ["bash", "-o", "pipefail", "-c", f"{shlex.join(words)} {pipe}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (code, message)
 
 
 @pytest.mark.parametrize(

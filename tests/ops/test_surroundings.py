@@ -1,4 +1,4 @@
-"""Calls inside what users put around them: default dtypes, checkpointing, inference mode, threads, second derivatives."""
+"""Calls inside what users put around them: default dtypes, checkpointing, inference mode, threads, derivatives."""
 
 from __future__ import annotations
 
