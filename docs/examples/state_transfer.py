@@ -1,7 +1,7 @@
 """Context parallelism for any delta-rule kernel, from segment_summary and transfer_walk.
 
-Each rank holds a run of consecutive tokens of one document. ``python docs/examples/state_transfer.py`` starts three ranks
-and compares each with the whole document on one device.
+Each rank holds a run of consecutive tokens of one document. ``python docs/examples/state_transfer.py`` starts three
+ranks and compares each with the whole document on one device.
 """
 
 import tempfile
@@ -33,6 +33,7 @@ def forward(q, k, v, g, beta):
 
 
 def main(rank, world, meeting_point):
+    """One rank: its tokens' output beside that of the whole document."""
     generator = torch.Generator().manual_seed(0)
     q, k, v, g = (torch.randn(1, TOKENS, HEADS, HEAD_DIM, generator=generator) for _ in range(4))
     k, g = torch.nn.functional.normalize(k, dim=-1), -0.1 * g.abs()
