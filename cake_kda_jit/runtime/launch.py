@@ -43,12 +43,14 @@ _account = _Account()
 
 @contextmanager
 def operation() -> Iterator[None]:
-    """Account for the launches inside as one operation, published whole when it ends without an error."""
-    global _last_operation
+    """Account for the launches inside as one operation, published whole when it ends without an error.
+
+    A launch outside one is an operation by itself.
+    """
     _account.launches = []
     try:
         yield
-        _last_operation = tuple(_account.launches)
+        _publish(tuple(_account.launches))
     finally:
         _account.launches = None
 
@@ -83,7 +85,13 @@ def launch(record: Record, reason: str, values: Mapping[str, object], device: to
             block = kernel.launch(values, current_stream(device))
     # The grid is asked for now: an entry may read the arguments' tables, which live no longer than this call.
     grid = kernel.grid(block)
-    if _account.launches is not None:
-        _account.launches.append(
-            LaunchRecord(record.program, record.variant, record.family, arch.name, grid, reason, kernel.origin)
-        )
+    launched = LaunchRecord(record.program, record.variant, record.family, arch.name, grid, reason, kernel.origin)
+    if _account.launches is None:
+        _publish((launched,))
+    else:
+        _account.launches.append(launched)
+
+
+def _publish(launches: tuple[LaunchRecord, ...]) -> None:
+    global _last_operation
+    _last_operation = launches

@@ -18,7 +18,7 @@ from cake_kda_jit import (
 )
 from cake_kda_jit.bench import problems
 from cake_kda_jit.bench.problems import make_problem, run
-from cake_kda_jit.runtime.launch import operation
+from cake_kda_jit.runtime.launch import operation as account
 
 from .attention import assert_near_fp64, call, weighted
 
@@ -44,8 +44,8 @@ def test_a_tensor_of_a_wrong_shape_is_refused_with_both_shapes(case):
     name, shape, message = SHAPES[case]
     inputs = make_problem((20,), heads=2, value_heads=4, with_state=False).inputs
     inputs[name] = torch.zeros(shape, dtype=torch.bfloat16)
-    with operation():
-        pass  # an account of no launches
+    with account():
+        pass  # of no launches
     with pytest.raises(UnsupportedProblemError, match=message):
         chunk_kda(**inputs, use_qk_l2norm_in_kernel=True)
     assert not last_launches()
@@ -74,8 +74,8 @@ def test_malformed_boundaries_are_refused_with_the_offending_values(case, operat
     boundaries, message = BOUNDARIES[case]
     inputs = make_problem((16,), heads=1, with_state=False).inputs
     summaries = torch.zeros(16, 1, 64, 64)
-    with operation():
-        pass  # an account of no launches
+    with account():
+        pass  # of no launches
     with pytest.raises(UnsupportedProblemError, match=message):
         if operation == "chunk_kda":
             chunk_kda(**inputs, cu_seqlens=boundaries)
