@@ -52,7 +52,10 @@ def test_a_tensor_of_a_wrong_shape_is_refused_with_both_shapes(case):
 
 
 BOUNDARIES = {
-    "decreasing": (torch.tensor([0, 12, 8, 16]), r"(cu_seqlens|offsets)\[2\] = 8 is below (cu_seqlens|offsets)\[1\] = 12"),
+    "decreasing": (
+        torch.tensor([0, 12, 8, 16]),
+        r"(cu_seqlens|offsets)\[2\] = 8 is below (cu_seqlens|offsets)\[1\] = 12",
+    ),
     "last below T": (torch.tensor([0, 12, 15]), "ends at 15 but the inputs hold 16"),
     "last above T": (torch.tensor([0, 12, 17]), "ends at 17 but the inputs hold 16"),
     "first not 0": (torch.tensor([2, 16]), "starts with 2"),
