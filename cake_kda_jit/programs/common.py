@@ -7,6 +7,7 @@ from ..record import Entry, Field, Limits, Record, make_params
 
 HEAD_DIMS = (64, 128)
 DTYPES = ("bf16", "fp16", "fp32")
+ZERO_SPILLS = Limits()
 CUDA_PROBLEMS = (("bf16", 64), ("bf16", 128), ("fp16", 128))
 """The (dtype, K = V) that CUDA records ship for."""
 
@@ -42,7 +43,7 @@ def _cpu_tile_record(program: str, entry: Entry, dtype: str, head_dim: int, tile
     )
 
 
-def smxx_tile_records(program: str, fields: tuple[Field, ...]) -> tuple[Record, ...]:
+def smxx_tile_records(program: str, fields: tuple[Field, ...], limits: Limits = ZERO_SPILLS) -> tuple[Record, ...]:
     """Return the shipped smxx records of a pipeline program: tiles are bf16, whatever the dtype of the inputs."""
     return tuple(
         Record(
@@ -53,6 +54,7 @@ def smxx_tile_records(program: str, fields: tuple[Field, ...]) -> tuple[Record, 
             archs=CUDA_ARCHES,
             template=f"smxx/{program}.cu.jinja",
             entry=Entry(fields),
+            limits=limits,
         )
         for dtype, head_dim in CUDA_PROBLEMS
     )
