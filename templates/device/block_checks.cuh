@@ -1,5 +1,5 @@
-// What the programs with one task per (chunk, value head) refuse. The chunk table stands in device memory, so nothing
-// here can look into it before the launch. Included after args.jinja and beta_value.cuh.
+// What every program on a block of value heads refuses. Tables stand in device memory, so nothing here can look into
+// them before the launch. Included after args.jinja and beta_value.cuh.
 #include <cstdint>
 #include <initializer_list>
 
@@ -48,18 +48,6 @@ Status check_beta(const Args& args) {
     return fail(kBadArgument, "beta_form is %d; use 0 (ready), 1 (sigmoid) or 2 (twice sigmoid)", args.beta_form);
   }
   return kOk;
-}
-
-Status check_chunks(const Args& args) {
-  constexpr int64_t kMaxCtas = 0x7fffffff;
-  if (args.num_chunks < 0) {
-    return fail(kBadArgument, "num_chunks is %lld; it must not be negative", static_cast<long long>(args.num_chunks));
-  }
-  if (args.num_chunks > kMaxCtas / args.num_block_heads) {
-    return fail(kBadArgument, "num_chunks is %lld with %d heads; at most 2^31 - 1 CTAs fit a grid",
-                static_cast<long long>(args.num_chunks), args.num_block_heads);
-  }
-  return check_tensors(args.num_chunks > 0, {Named{"chunk_table", args.chunk_table}});
 }
 
 }  // namespace

@@ -1,8 +1,6 @@
-// What the programs that walk segments share: a CTA's place in the grid, a segment's chunks, and what they refuse. The
-// tables stand in device memory, so nothing here can look into them before the launch. Included after args.jinja,
-// tables.hpp and beta_value.cuh.
+// What the programs that walk segments share: a CTA's place in the grid, a segment's chunks, and what they refuse.
+// Included after args.jinja, tables.hpp, beta_value.cuh and block_checks.cuh.
 #include <cstdint>
-#include <initializer_list>
 
 namespace {
 
@@ -64,49 +62,10 @@ struct BetaOfChunk {
   }
 };
 
-struct Named {
-  const char* name;
-  const void* tensor;
-};
-
-// Refuses what a kernel cannot read: null where `needed`, and addresses that are not multiples of 16.
-Status check_tensors(bool needed, std::initializer_list<Named> tensors) {
-  for (const Named& named : tensors) {
-    if (needed && !named.tensor) return fail(kBadArgument, "%s is null; this pack needs it", named.name);
-    if (reinterpret_cast<uintptr_t>(named.tensor) % 16 != 0) {
-      return fail(kBadArgument, "%s is %p; give a tensor whose address is a multiple of 16", named.name, named.tensor);
-    }
-  }
-  return kOk;
-}
-
-Status check_head_block(const Args& args) {
-  if (args.num_heads < 1) return fail(kBadArgument, "num_heads is %d; it must be at least 1", args.num_heads);
-  if (args.num_value_heads < 1 || args.num_value_heads % args.num_heads != 0) {
-    return fail(kBadArgument, "num_value_heads is %d; it must be a positive multiple of num_heads, which is %d",
-                args.num_value_heads, args.num_heads);
-  }
-  const int group = args.num_value_heads / args.num_heads;
-  if (args.first_head < 0 || args.num_block_heads < 1 ||
-      args.first_head > args.num_value_heads - args.num_block_heads) {
-    return fail(kBadArgument, "the head block is [%d, %d + %d); it must be part of the %d value heads, and not empty",
-                args.first_head, args.first_head, args.num_block_heads, args.num_value_heads);
-  }
-  if (args.first_head % group != 0 || args.num_block_heads % group != 0) {
-    return fail(kBadArgument, "the head block is [%d, %d + %d); it must hold whole groups of %d value heads",
-                args.first_head, args.first_head, args.num_block_heads, group);
-  }
-  return kOk;
-}
-
 // Counts, codes and tables. `ctas_per_segment` are those of all heads of the block.
 Status check_pack(const Args& args, int64_t ctas_per_segment) {
-  if (args.beta_dtype < kBf16 || args.beta_dtype > kFp32) {
-    return fail(kBadArgument, "beta_dtype is %d; use 0 (bf16), 1 (fp16) or 2 (fp32)", args.beta_dtype);
-  }
-  if (args.beta_form < kBetaReady || args.beta_form > kBetaTwiceSigmoid) {
-    return fail(kBadArgument, "beta_form is %d; use 0 (ready), 1 (sigmoid) or 2 (twice sigmoid)", args.beta_form);
-  }
+  const Status beta = check_beta(args);
+  if (beta != kOk) return beta;
   constexpr int64_t kMaxTiles = 0x7fffffff, kMaxCtas = 0x7fffffff;
   if (args.num_chunks < 0) {
     return fail(kBadArgument, "num_chunks is %lld; it must not be negative", static_cast<long long>(args.num_chunks));
