@@ -1,4 +1,8 @@
-"""``conv_forward``: causal depthwise convolution of width 2 to 4 over packed documents, with SiLU."""
+"""``conv_forward``: causal depthwise convolution of width 2 to 4 over packed documents, with SiLU.
+
+Its halo form is ``initial_state`` in fp32: the tokens before a fragment, held by whoever. Their gradient comes back in
+fp32 and is added at the owner, as ``dfinal_state``, before rounding.
+"""
 
 from __future__ import annotations
 

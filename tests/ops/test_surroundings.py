@@ -182,3 +182,22 @@ def test_messages_name_the_arguments():
         make_plan(torch.tensor([0, 4]), num_heads=1, num_value_heads=0, device="cpu")
     with pytest.raises(UnsupportedProblemError, match="num_heads=2.0; give an integer"):
         make_plan(torch.tensor([0, 4]), num_heads=2.0, device="cpu")
+
+
+@pytest.mark.parametrize("lengths", [(5, 15), (1, 1, 18), (2, 1, 2, 15)])
+def test_conv_halos_are_fp32_states(lengths):
+    """Fragments handed over by fp32 states give the bits of the whole: a halo's gradient is added before rounding."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, sum(lengths), 8, generator=generator).to(torch.bfloat16)
+    weight = torch.randn(8, 4, generator=generator)
+    dy = torch.randn(x.shape, generator=generator).to(torch.bfloat16)
+    whole = x.clone().requires_grad_()
+    causal_conv1d(whole, weight)[0].backward(dy)
+    parts = [part.clone().requires_grad_() for part in x.split(lengths, dim=1)]
+    state, outputs = torch.zeros(1, 8, 3), []
+    for part in parts:
+        y, state = causal_conv1d(part, weight, initial_state=state, output_final_state=True)
+        outputs.append(y)
+    assert state.dtype == torch.float32
+    torch.cat(outputs, dim=1).backward(dy)
+    assert torch.equal(torch.cat([part.grad for part in parts], dim=1), whole.grad)
