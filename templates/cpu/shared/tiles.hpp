@@ -7,6 +7,8 @@
 #include <algorithm>
 #include <initializer_list>
 
+{% include "host/head_block.hpp" %}
+
 namespace {
 
 // One (chunk, value head of the block).
@@ -177,26 +179,6 @@ inline Status check_given(bool needed, std::initializer_list<Named> tensors) {
   return kOk;
 }
 
-inline Status check_head_block(const Args& args) {
-  if (args.num_heads < 1) return fail(kBadArgument, "num_heads is %d; it must be at least 1", args.num_heads);
-  if (args.num_value_heads < 1 || args.num_value_heads % args.num_heads != 0) {
-    return fail(kBadArgument, "num_value_heads is %d; it must be a positive multiple of num_heads, which is %d",
-                args.num_value_heads, args.num_heads);
-  }
-  const int group = args.num_value_heads / args.num_heads;
-  if (args.first_head < 0 || args.num_block_heads < 1 ||
-      args.first_head > args.num_value_heads - args.num_block_heads) {
-    return fail(kBadArgument, "the head block is [%d, %d + %d); it must be part of the %d value heads, and not empty",
-                args.first_head, args.first_head, args.num_block_heads, args.num_value_heads);
-  }
-  if (args.first_head % group != 0 || args.num_block_heads % group != 0) {
-    return fail(kBadArgument, "the head block is [%d, %d + %d); it must hold whole groups of %d value heads",
-                args.first_head, args.first_head, args.num_block_heads, group);
-  }
-  if (args.num_threads < 1) return fail(kBadArgument, "num_threads is %d; it must be at least 1", args.num_threads);
-  return kOk;
-}
-
 inline Status check_beta(const Args& args) {
   if (!is_dtype(args.beta_dtype)) {
     return fail(kBadArgument, "beta_dtype is %d; use 0 (bf16), 1 (fp16) or 2 (fp32)", args.beta_dtype);
@@ -228,6 +210,7 @@ inline Status check_chunk_table(const Args& args) {
 inline Status check_block(const Args& args) {
   const Status head_block = check_head_block(args);
   if (head_block != kOk) return head_block;
+  if (args.num_threads < 1) return fail(kBadArgument, "num_threads is %d; it must be at least 1", args.num_threads);
   const Status beta = check_beta(args);
   if (beta != kOk) return beta;
   return check_chunk_table(args);
