@@ -57,7 +57,7 @@ def compile_into_cache(found: lookup.Search) -> Artifact:
         with build_lock(root, name):
             if lookup.look_by_build_key(found, root, is_locked=True):
                 return found.artifact
-            failures.raise_remembered(root, name, found.build_key)
+            failures.raise_remembered(root, name, found.build_key, found.record.limits)
             return _compile(root, name, _request(found))
     except OSError as error:
         typed = _typed(error, root)
@@ -95,7 +95,7 @@ def _compile(root: Path, name: str, request: Request) -> Artifact:
         try:
             artifact = _compile_in(staging.directory, root, request, place)
         except BuildError as error:
-            failures.keep_failure(root, name, request.build_key, staging.directory, error)
+            failures.keep_failure(root, name, request, staging.directory, error)
             raise
         if artifact.directory == staging.directory:
             staging.keep()

@@ -16,8 +16,10 @@ from pathlib import Path
 
 from .. import errors
 from ..errors import BuildError, CompileError, SpillLimitExceeded
+from ..record import Limits
 from .artifact import COMMAND, LOG
 from .diagnose import Place
+from .request import Request
 from .roots import VERSION_DIR
 
 REMEMBERED_SECONDS = 600.0
@@ -37,11 +39,12 @@ def failed_place(root: Path, name: str) -> Place:
     return Place(str(directory / LOG), f"sh {shlex.quote(str(directory / COMMAND))}")
 
 
-def keep_failure(root: Path, name: str, build_key: str, staging: Path, error: BuildError) -> None:
+def keep_failure(root: Path, name: str, request: Request, staging: Path, error: BuildError) -> None:
     """Keep a failed build's directory for the user to look at, and remember its error."""
     directory = failed_directory(root, name)
     with contextlib.suppress(OSError):
-        known = {"build_key": build_key, "type": type(error).__name__, "time": time.time()}
+        known = {"build_key": request.build_key, "limits": repr(request.record.limits)}
+        known |= {"type": type(error).__name__, "time": time.time()}
         known["parts"] = {part: getattr(error, part) for part in _PARTS}
         (staging / _FILE).write_text(json.dumps(known), encoding="utf-8")
         directory.parent.mkdir(parents=True, exist_ok=True)
@@ -54,8 +57,8 @@ def forget_failure(root: Path, name: str) -> None:
     shutil.rmtree(failed_directory(root, name), ignore_errors=True)
 
 
-def raise_remembered(root: Path, name: str, build_key: str) -> None:
-    """Raise the error of the same build if it failed within the last ten minutes."""
+def raise_remembered(root: Path, name: str, build_key: str, limits: Limits) -> None:
+    """Raise the error of the same build, held to the same limits, if it failed within the last ten minutes."""
     path = failed_directory(root, name) / _FILE
     try:
         known = json.loads(path.read_bytes())
@@ -63,7 +66,8 @@ def raise_remembered(root: Path, name: str, build_key: str) -> None:
         parts = dict(known["parts"])
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         return
-    if known["build_key"] != build_key or not issubclass(kind, REMEMBERED) or not 0 <= age < REMEMBERED_SECONDS:
+    is_same = (known["build_key"], known.get("limits")) == (build_key, repr(limits))
+    if not is_same or not issubclass(kind, REMEMBERED) or not 0 <= age < REMEMBERED_SECONDS:
         return
     parts["hint"] = f"{parts['hint']}; it failed {age:.0f} s ago and was not tried again: delete {path.parent} to retry"
     raise kind(parts.pop("cause"), **parts)

@@ -122,6 +122,8 @@ def test_spill_of_a_fake_nvcc(data, toolkit, monkeypatch):
     assert "_ZN" not in error.cause
     with pytest.raises(errors.SpillLimitExceeded, match="was not tried again"):
         build(tiny_record("smxx", limits=Limits(max_spill_bytes=0)), "sm_90a")
+    raised = tiny_record("smxx", limits=Limits(max_spill_bytes=36))
+    assert build(raised, "sm_90a").origin == "built", "another limit is another question"
 
 
 @pytest.mark.parametrize("limit, is_allowed", [(64, False), (72, True), (None, True)])
