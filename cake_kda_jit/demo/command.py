@@ -7,7 +7,8 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TextIO
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
 
 from .. import config
 from ..errors import CakeKdaError, ConfigError
@@ -17,6 +18,9 @@ from .figure import draw_loss, figure_path
 from .packing import pack_documents, shuffled_forever
 from .progress import make_progress
 from .settings import Settings, parse
+
+if TYPE_CHECKING:
+    from .training import Trainer
 
 FEW_STEPS = 5
 SAMPLE_PROMPT = b"    def "
@@ -79,13 +83,22 @@ def run(settings: Settings, stream: TextIO) -> Result:
 
     # Threads that spin while they wait make a busy machine several times slower; OpenMP reads this when torch loads it.
     config.set_default("OMP_WAIT_POLICY", "passive")
-    from .kernels import announced_loading, kernels_line, kernels_used
+    from .ranks import Ranks, started_ranks
     from .training import make_trainer
 
-    trainer = make_trainer(settings)
+    trainer = make_trainer(settings, Ranks(0, settings.ranks, settings.layout))
+    with started_ranks(settings):
+        return train(settings, trainer, corpus, figure, stream)
+
+
+def train(settings: Settings, trainer: Trainer, corpus: Corpus, figure: Path, stream: TextIO) -> Result:
+    """Do what follows once there is a model; on several ranks, as the first of them."""
+    from .kernels import announced_loading, kernels_line, kernels_used
+
+    say = partial(print, file=stream, flush=True)
     say(
         f"model: {settings.layers} layers, {settings.heads} heads, K = V = {settings.head_dim}, "
-        f"{trainer.num_parameters / 1e6:.1f} million parameters on {settings.device}, {trainer.num_threads} threads"
+        f"{trainer.num_parameters / 1e6:.1f} million parameters on {_where(settings)}, {trainer.num_threads} threads"
     )
     with announced_loading(say):
         trainer.load_kernels()
@@ -144,9 +157,14 @@ def _corpus_line(corpus: Corpus) -> str:
     )
 
 
+def _where(settings: Settings) -> str:
+    ranks = "" if settings.ranks == 1 else f", {settings.ranks} ranks in the layout {settings.layout}"
+    return settings.device + ranks
+
+
 def _figure_title(settings: Settings, corpus: Corpus) -> str:
     name = corpus.name if len(corpus.name) <= 50 else f"... {corpus.name[-46:]}"
     return (
         f"Kimi Delta Attention, {settings.layers} layers, {settings.heads} heads, K = V = {settings.head_dim}\n"
-        f"bytes of {name}, {settings.tokens} tokens a step, {settings.device}"
+        f"bytes of {name}, {settings.tokens} tokens a step, {_where(settings)}"
     )

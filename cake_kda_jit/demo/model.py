@@ -7,8 +7,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..layers import KimiDeltaAttention
-from ..ops.plan import Plan
-from ..ops.problem import KdaOptions
 
 NUM_BYTES = 256
 
@@ -38,9 +36,9 @@ class Block(nn.Module):
         self.mlp_norm = nn.RMSNorm(hidden_size)
         self.mlp = SwiGLU(hidden_size, 2 * hidden_size)
 
-    def forward(self, x: Tensor, plan: Plan, options: KdaOptions) -> Tensor:
-        """Map x ``[1, T, hidden_size]`` to the same shape, each document of the plan for itself."""
-        x = x + self.attention(self.attention_norm(x), plan=plan, options=options)
+    def forward(self, x: Tensor, documents: dict[str, object]) -> Tensor:
+        """Map x ``[1, T, hidden_size]`` to the same shape, each document for itself."""
+        x = x + self.attention(self.attention_norm(x), **documents)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -56,9 +54,12 @@ class ByteLanguageModel(nn.Module):
         # All bytes start equally likely: the first loss is ln 256 = 5.55 nats.
         nn.init.zeros_(self.logits.weight)
 
-    def forward(self, tokens: Tensor, plan: Plan, options: KdaOptions) -> Tensor:
-        """Map bytes ``[1, T]`` to logits ``[1, T, 256]``; the plan holds the documents and serves every layer."""
+    def forward(self, tokens: Tensor, documents: dict[str, object]) -> Tensor:
+        """Map bytes ``[1, T]`` to logits ``[1, T, 256]``.
+
+        ``documents`` are arguments of the attention, the same for every layer: a plan and options, or a cp_context.
+        """
         x = self.embedding(tokens)
         for block in self.blocks:
-            x = block(x, plan, options)
+            x = block(x, documents)
         return self.logits(self.norm(x))

@@ -10,6 +10,7 @@ from typing import Any
 from ..config import BACKWARDS
 
 HIDDEN_SIZE = 256
+LAYOUTS = ("contiguous", "zigzag", "per_document_zigzag")
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class Settings:
     out: str
     device: str
     threads: int | None
+    ranks: int
+    layout: str
     backward: str | None
     json: bool
 
@@ -52,7 +55,9 @@ def make_parser() -> argparse.ArgumentParser:
     add("--text", str, [], "files or folders to train on instead of the standard library", nargs="+", metavar="PATH")
     add("--out", str, "loss.png", "PNG file, or folder, for the loss curve", metavar="PATH")
     add("--device", str, "cpu", "torch device to train on")
-    add("--threads", _at_least(1), None, "CPU threads (default: torch's, but at most 2, for the model is small)")
+    add("--threads", _at_least(1), None, "CPU threads (default: torch's, at most 2, for the model is small; 1 a rank)")
+    add("--ranks", _at_least(1), 1, "processes that share every pack (context parallel), with the same loss")
+    add("--layout", str, "zigzag", "how ranks share a pack", choices=LAYOUTS)
     add("--backward", str, None, "keep states for the backward, or compute them again", choices=BACKWARDS)
     parser.add_argument("--json", action="store_true", help="print the result as JSON, and all else to stderr")
     return parser

@@ -152,10 +152,7 @@ def test_first_and_last_never_share_a_step():
 
 
 def test_help_does_not_import_torch():
-    code = (
-        "import sys\nfrom cake_kda_jit.demo import main\n"
-        "assert main(['--help']) == 0 and 'torch' not in sys.modules"
-    )
+    code = "import sys\nfrom cake_kda_jit.demo import main\nassert main(['--help']) == 0 and 'torch' not in sys.modules"
     shown = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True, timeout=60
     )

@@ -1,0 +1,225 @@
+"""The context-parallel operations as functional torch.library operators: contexts pass as an integer handle."""
+
+from __future__ import annotations
+
+import torch
+
+from ..ops.forward import CONTEXT_NAMES, Context, context_dtype, context_shapes
+from ..ops.inputs import joined
+from ..ops.operators import NAMESPACE, define, differentiate, refuse_gradient
+from .backward import parallel_backward
+from .context import KcpContext, get_context
+from .conv import ConvTensors, parallel_conv_backward, parallel_conv_forward
+from .forward import parallel_forward
+from .passes import make_inputs, make_pass
+from .whole import gather_tokens, scatter_sum
+
+OPERATORS = getattr(torch.ops, NAMESPACE)
+
+_TENSORS = (
+    "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, Tensor? initial_state, "
+)
+_OPTIONS = "int context, float scale, float? lower_bound, bool use_qk_l2norm, str gate_form, str beta_form"
+_NUM_TENSORS = 8
+_NUM_ARGUMENTS = 14  # tensors, handle and transforms
+_CONV_TENSORS = "Tensor x, Tensor weight, Tensor? bias, Tensor? initial_state, "
+_NUM_CONV_TENSORS = 4
+_NO_SECOND_DERIVATIVE = "a second derivative is not supported: call without create_graph"
+
+
+def _present(tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    return like.new_empty(0, dtype=torch.float32) if tensor is None else tensor
+
+
+def _given(tensor: torch.Tensor | None, input_: torch.Tensor | None) -> torch.Tensor | None:
+    return None if input_ is None else tensor
+
+
+def _wanted(dfinal_state: torch.Tensor | None) -> torch.Tensor | None:
+    """The gradient of the final states, None where they were not wanted and an empty tensor stands for them."""
+    return None if dfinal_state is None or dfinal_state.numel() == 0 else dfinal_state.contiguous()
+
+
+# ---- attention -------------------------------------------------------------------------------------------------------
+
+
+def _split(arguments) -> tuple[KcpContext, tuple, tuple]:
+    """Context, tensors and transforms of an operator's arguments."""
+    q, k, v, g, beta, *others = arguments[:_NUM_TENSORS]
+    handle, *transforms = arguments[_NUM_TENSORS:_NUM_ARGUMENTS]
+    tensors = (*(joined(tensor, 3) for tensor in (q, k, v, g)), joined(beta, 2), *others)
+    return get_context(handle), tensors, tuple(transforms)
+
+
+def _forward(*arguments):
+    output_final_state, keep = arguments[_NUM_ARGUMENTS:]
+    o, final_state, context = parallel_forward(
+        make_pass(*_split(arguments), backward=False), output_final_state=output_final_state, keep=keep
+    )
+    kept = (getattr(context, name) for name in CONTEXT_NAMES)
+    return o, *(_present(tensor, o) for tensor in (final_state, *kept))
+
+
+def _forward_fake(*arguments):
+    output_final_state, keep = arguments[_NUM_ARGUMENTS:]
+    ctx, tensors, _ = _split(arguments)
+    inputs = make_inputs(ctx.tables(tensors[1].device), tensors)
+    shapes = context_shapes(inputs, ctx.options.backward if keep else None, ctx.options.checkpoint_tokens)
+    o = inputs.v.new_empty(inputs.v.shape)
+    state = (ctx.num_documents, inputs.num_value_heads, inputs.head_dim, inputs.head_dim)
+    kept = (o.new_empty(shapes.get(name, (0,)), dtype=context_dtype(name, shapes, o.device)) for name in CONTEXT_NAMES)
+    return o, o.new_empty(state if output_final_state else (0,), dtype=torch.float32), *kept
+
+
+def _backward(do, dfinal_state, *rest):
+    context, arguments = Context(*rest[: len(CONTEXT_NAMES)]), rest[len(CONTEXT_NAMES) :]
+    found = parallel_backward(make_pass(*_split(arguments), backward=True), context, joined(do, 3), dfinal_state)
+    others = (found.dA_log, found.ddt_bias, found.dinitial_state)
+    return found.dq, found.dk, found.dv, found.dg, found.dbeta, *(_present(tensor, do) for tensor in others)
+
+
+def _backward_fake(do, dfinal_state, *rest):
+    tensors = rest[len(CONTEXT_NAMES) :][:_NUM_TENSORS]
+    return tuple(_present(None, do) if tensor is None else tensor.new_empty(tensor.shape) for tensor in tensors)
+
+
+define(
+    f"kcp_chunk_kda_forward({_TENSORS}{_OPTIONS}, bool output_final_state, bool keep)"
+    f" -> (Tensor, Tensor{', Tensor' * len(CONTEXT_NAMES)})",
+    _forward,
+    _forward_fake,
+)
+define(
+    "kcp_chunk_kda_backward(Tensor do, Tensor? dfinal_state, "
+    f"{''.join(f'Tensor? {name}, ' for name in CONTEXT_NAMES)}{_TENSORS}{_OPTIONS})"
+    f" -> (Tensor{', Tensor' * (_NUM_TENSORS - 1)})",
+    _backward,
+    _backward_fake,
+)
+
+
+def _setup(ctx, inputs, output):
+    ctx.set_materialize_grads(False)
+    ctx.options = inputs[_NUM_TENSORS:_NUM_ARGUMENTS]
+    ctx.alive = get_context(ctx.options[0])
+    ctx.save_for_backward(*inputs[:_NUM_TENSORS], *(tensor if tensor.numel() else None for tensor in output[2:]))
+
+
+def _autograd(ctx, do, dfinal_state, *_):
+    saved = ctx.saved_tensors  # read once: under activation checkpointing a second reading is an error
+    tensors, kept = saved[:_NUM_TENSORS], saved[_NUM_TENSORS:]
+    v = tensors[2]
+    if do is None:
+        do = v.new_zeros(()).expand(v.shape)
+    dfinal_state = _wanted(dfinal_state)
+    gradients = OPERATORS.kcp_chunk_kda_backward(do, dfinal_state, *kept, *tensors, *ctx.options)
+    return (*map(_given, gradients, tensors), *[None] * (_NUM_ARGUMENTS - _NUM_TENSORS + 2))
+
+
+differentiate("kcp_chunk_kda_forward", _setup, _autograd)
+refuse_gradient("kcp_chunk_kda_backward", _NO_SECOND_DERIVATIVE)
+
+
+# ---- convolution -----------------------------------------------------------------------------------------------------
+
+
+def _conv_forward(x, weight, bias, initial_state, handle, use_silu, output_final_state):
+    tensors = ConvTensors(x[0], weight, bias, initial_state)
+    y, final_state, halo = parallel_conv_forward(get_context(handle), tensors, use_silu, output_final_state)
+    return y.view(x.shape), _present(final_state, x), halo
+
+
+def _conv_forward_fake(x, weight, bias, initial_state, handle, use_silu, output_final_state):
+    ctx = get_context(handle)
+    halo_shape = (ctx.num_entered, x.shape[-1], weight.shape[1] - 1)
+    dtype = x.dtype if initial_state is None else initial_state.dtype
+    final_state = x.new_empty((ctx.num_documents, *halo_shape[1:]), dtype=dtype) if output_final_state else None
+    return x.new_empty(x.shape), _present(final_state, x), x.new_empty(halo_shape, dtype=torch.float32)
+
+
+def _conv_backward(dy, dfinal_state, halo, *rest):
+    (x, *others), (handle, use_silu) = rest[:_NUM_CONV_TENSORS], rest[_NUM_CONV_TENSORS:]
+    tensors = ConvTensors(x[0], *others)
+    found = parallel_conv_backward(get_context(handle), dy[0], dfinal_state, halo, tensors, use_silu)
+    dx, dweight, dbias, dinitial_state = found
+    return dx.view(x.shape), dweight, _present(dbias, dx), _present(dinitial_state, dx)
+
+
+def _conv_backward_fake(dy, dfinal_state, halo, *rest):
+    x, tensors = rest[0], rest[:_NUM_CONV_TENSORS]
+    return tuple(_present(None, x) if tensor is None else tensor.new_empty(tensor.shape) for tensor in tensors)
+
+
+define(
+    f"kcp_causal_conv1d_forward({_CONV_TENSORS}int context, bool use_silu, bool output_final_state)"
+    " -> (Tensor, Tensor, Tensor)",
+    _conv_forward,
+    _conv_forward_fake,
+)
+define(
+    f"kcp_causal_conv1d_backward(Tensor dy, Tensor? dfinal_state, Tensor halo, {_CONV_TENSORS}int context, "
+    "bool use_silu) -> (Tensor, Tensor, Tensor, Tensor)",
+    _conv_backward,
+    _conv_backward_fake,
+)
+
+
+def _conv_setup(ctx, inputs, output):
+    ctx.set_materialize_grads(False)
+    ctx.options = inputs[_NUM_CONV_TENSORS:-1]
+    ctx.alive = get_context(ctx.options[0])
+    ctx.save_for_backward(output[2], *inputs[:_NUM_CONV_TENSORS])
+
+
+def _conv_autograd(ctx, dy, dfinal_state, _):
+    halo, *tensors = ctx.saved_tensors
+    x = tensors[0]
+    if dy is None:
+        dy = x.new_zeros(()).expand(x.shape)
+    dfinal_state = _wanted(dfinal_state)
+    gradients = OPERATORS.kcp_causal_conv1d_backward(dy, dfinal_state, halo, *tensors, *ctx.options)
+    return (*map(_given, gradients, tensors), None, None, None)  # context, use_silu, output_final_state
+
+
+differentiate("kcp_causal_conv1d_forward", _conv_setup, _conv_autograd)
+refuse_gradient("kcp_causal_conv1d_backward", _NO_SECOND_DERIVATIVE)
+
+
+# ---- tokens of all ranks ---------------------------------------------------------------------------------------------
+
+
+def _gather(x, handle, dim):
+    return gather_tokens(get_context(handle), x, dim)
+
+
+def _gather_fake(x, handle, dim):
+    shape = list(x.shape)
+    shape[dim] = get_context(handle).partition.num_tokens
+    return x.new_empty(shape)
+
+
+def _scatter_sum(dx, handle, dim):
+    return scatter_sum(get_context(handle), dx, dim)
+
+
+def _scatter_sum_fake(dx, handle, dim):
+    shape = list(dx.shape)
+    shape[dim] = get_context(handle).num_local_tokens
+    return dx.new_empty(shape)
+
+
+define("kcp_gather(Tensor x, int context, int dim) -> Tensor", _gather, _gather_fake)
+define("kcp_scatter_sum(Tensor dx, int context, int dim) -> Tensor", _scatter_sum, _scatter_sum_fake)
+
+
+def _gather_setup(ctx, inputs, output):
+    ctx.options = inputs[1:]
+    ctx.alive = get_context(ctx.options[0])
+
+
+def _gather_autograd(ctx, dx):
+    return OPERATORS.kcp_scatter_sum(dx, *ctx.options), None, None
+
+
+differentiate("kcp_gather", _gather_setup, _gather_autograd)
+refuse_gradient("kcp_scatter_sum", _NO_SECOND_DERIVATIVE)

@@ -1,0 +1,45 @@
+"""Options of context-parallel calls: those of every call, and how ranks exchange states. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from .. import config
+from ..errors import UnsupportedProblemError
+from ..ops.problem import KdaOptions
+from ..ops.select import resolve_walk
+from .plan import check_exchange
+
+
+@dataclass(frozen=True)
+class KcpOptions(KdaOptions):
+    """``KdaOptions``, and: ``transfer_walk`` and ``precision_mode`` as in ``transfer_walk``; ``exchange``.
+
+    ``exchange`` is "all_gather", "spread" or "relay", which give the same bits, or "auto" for the cheapest by bytes and
+    rounds. None takes CAKE_KDA_JIT_*, then the default.
+    """
+
+    transfer_walk: str | None = None
+    precision_mode: int = 0
+    exchange: str = "auto"
+
+    def resolved(self) -> KcpOptions:
+        """Return the options with every knob decided; raises UnsupportedProblemError on a bad value.
+
+        ``transfer_walk`` stays None where nobody named a walk: the default's width is then chosen by shape.
+        """
+        check_exchange(self.exchange)
+        resolve_walk(self.transfer_walk, self.precision_mode)
+        walk = self.transfer_walk
+        if walk is None and config.is_set("TRANSFER_WALK"):
+            walk = config.read("TRANSFER_WALK")
+        base = super().resolved()
+        own = {field.name: getattr(base, field.name) for field in fields(KdaOptions)}
+        return KcpOptions(**own, transfer_walk=walk, precision_mode=self.precision_mode, exchange=self.exchange)
+
+
+def resolve_parallel_options(options: KcpOptions | None) -> KcpOptions:
+    """Return the options of a context with every knob decided; raises on what is no KcpOptions."""
+    if options is not None and not isinstance(options, KcpOptions):
+        raise UnsupportedProblemError(f"options is {type(options).__name__}; give KcpOptions(...) or None")
+    return (options or KcpOptions()).resolved()

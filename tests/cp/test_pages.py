@@ -1,0 +1,27 @@
+"""The page about partitions shows what the code says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from cake_kda_jit import Partition
+from cake_kda_jit.cp import maps
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+def test_the_example_is_what_explain_prints():
+    [text] = re.findall(r"^```text\n(.*?)^```$", (DOCS / "partitions.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert text == f"{Partition.per_document_zigzag([0, 13, 18, 20], 2).explain()}\n"
+    assert (DOCS / "partition.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_constructor_and_map_is_in_a_table():
+    page = (DOCS / "partitions.md").read_text()
+    makers = {name for name, value in vars(Partition).items() if isinstance(value, classmethod) and name[0] != "_"}
+    assert set(re.findall(r"^\| `Partition\.(\w+)` \|", page, re.MULTILINE)) == makers
+    page = (DOCS / "partition-a-megatron-pack.md").read_text()
+    functions = {name for name, value in vars(maps).items() if getattr(value, "__module__", "") == maps.__name__}
+    named = set(re.findall(r"^\| [^|]*\| `maps\.(\w+)\(", page, re.MULTILINE))
+    assert named == {name for name in functions if name[0].islower()}

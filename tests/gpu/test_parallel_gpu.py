@@ -1,0 +1,186 @@
+"""Context parallelism on a CUDA device: virtual ranks against FP64 and one device, and real processes that share it."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+
+from cake_kda_jit import KcpContext, KcpOptions, Partition, chunk_kda, last_launches
+from cake_kda_jit.bench import problems
+from cake_kda_jit.bench.precision import parameter_errors
+from cake_kda_jit.bench.problems import make_problem
+from cake_kda_jit.cp import passes
+from cake_kda_jit.cp.plan import ParallelPlan
+from cake_kda_jit.ops.workspace import tile_bytes_per_head
+
+from ..cp.ranks import (
+    LAYOUTS,
+    assert_same_bits,
+    attention,
+    attention_of_rank,
+    boundaries,
+    conv_call,
+    conv_problem,
+    convolution,
+)
+
+pytestmark = pytest.mark.gpu
+
+PACK = (300, 0, 1, 200, 63, 3)
+PROCESSES = 2
+
+
+def on_cpu(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.cpu() for name, tensor in found.items()}
+
+
+def assert_within_budgets_or_as_near_as_one_device(found, alone, expected, problem, regime) -> None:
+    """Where the kernels of one device exceed a budget, ranks may exceed it by as much, and a fifth more."""
+
+    def errors(some, name):
+        yield problems.relative_error(some[name], expected[name])
+        yield from (error for _, _, error in problems.local_errors(name, some[name], expected[name], problem))
+
+    for name, tensor in found.items():
+        assert torch.isfinite(tensor).all(), name
+        if name in ("dA_log", "ddt_bias"):
+            continue
+        budget = problems.BUDGETS[regime]["final_state" if name == "dinitial_state" else name]
+        for index, (mine, yours) in enumerate(zip(errors(found, name), errors(alone, name))):
+            limit = budget * (problems.LOCAL_FACTOR if index else 1)
+            assert mine <= max(limit, 1.2 * yours), (name, index, mine, yours)
+    for mine, yours in zip(*(parameter_errors(some, expected, problem) for some in (found, alone))):
+        assert mine <= max(1.2 * yours, problems.PARAMETER_BUDGET)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("regime, head_dim", [("bounded", 64), ("softplus", 128), ("correlated", 128)])
+def test_within_the_budgets_of_one_device(regime, head_dim, layout, nan_poison):
+    problem = make_problem(PACK, regime=regime, head_dim=head_dim)
+    partition = getattr(Partition, layout)(boundaries(PACK), 4)
+    found = on_cpu(attention(problem.to("cuda"), partition).whole)
+    alone = on_cpu(problems.run(chunk_kda, problem.to("cuda"), output_final_state=True))
+    assert_within_budgets_or_as_near_as_one_device(found, alone, problems.reference(problem), problem, regime)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_exchanges_backwards_and_head_blocks_change_no_bit(layout, nan_poison, monkeypatch):
+    partition = getattr(Partition, layout)(boundaries(PACK), 3)
+    problem = make_problem(PACK, heads=3, value_heads=6).to("cuda")
+    expected = attention(problem, partition, KcpOptions(exchange="all_gather", backward="saved"))
+    group_bytes = 2 * tile_bytes_per_head(ParallelPlan(partition).most_chunks, 64, 2, states=2, values=2)
+    for exchange, backward, limit, hop_bytes in (
+        ("spread", "saved", None, passes.HOP_BYTES),
+        ("relay", "replay", None, 1),
+        ("spread", "replay", group_bytes, 1),
+        ("relay", "saved", 2 * group_bytes, 1),
+    ):
+        monkeypatch.setattr(passes, "HOP_BYTES", hop_bytes)
+        options = KcpOptions(exchange=exchange, backward=backward, workspace_limit=limit)
+        found = attention(problem, partition, options)
+        for mine, yours in zip(found.ranks, expected.ranks):
+            assert_same_bits(mine, yours)
+
+
+def test_one_rank_has_the_bits_of_one_device(nan_poison):
+    problem = make_problem(PACK).to("cuda")
+    expected = problems.run(chunk_kda, problem, output_final_state=True)
+    assert_same_bits(attention(problem, Partition.zigzag(boundaries(PACK), 1)).whole, expected)
+
+
+@pytest.mark.parametrize("backward", ["saved", "replay"])
+def test_spans_that_are_cut_in_segments(backward, nan_poison):
+    """Two heads: spans of 4,096 tokens and more have segments of 2,048, whose summaries are chained to the span's."""
+    lengths = (13_000, 5_000)
+    problem = make_problem(lengths, regime="softplus").to("cuda")
+    partition = Partition.contiguous(boundaries(lengths), 3)
+    found = attention(problem, partition, KcpOptions(backward=backward)).whole
+    expected = problems.run(chunk_kda, problem, output_final_state=True)
+    for name, tensor in expected.items():
+        if name not in ("dA_log", "ddt_bias"):
+            # Each is within the budget of FP64, so they are within twice the budget of each other.
+            budget = problems.BUDGETS["softplus"]["final_state" if name == "dinitial_state" else name]
+            assert problems.relative_error(found[name], tensor.double()) <= 2 * budget, name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_runs_have_the_same_bits(layout, nan_poison):
+    problem = make_problem(PACK).to("cuda")
+    partition = getattr(Partition, layout)(boundaries(PACK), 3)
+    first, *others = (attention(problem, partition) for _ in range(4))
+    for other in others:
+        for mine, yours in zip(first.ranks, other.ranks):
+            assert_same_bits(mine, yours)
+
+
+def conv_on_gpu(cu, **how):
+    problem = conv_problem(cu, dtype=torch.bfloat16, channels=256, **how)
+    for name, value in vars(problem).items():
+        if isinstance(value, torch.Tensor):
+            setattr(problem, name, value.cuda())
+    return problem
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, "tokens"])
+def test_the_convolution_has_the_bits_of_one_device(layout, nan_poison):
+    cu = boundaries((130, 0, 1, 70, 3))
+    if layout == "tokens":
+        partition = Partition.from_fragments(cu, [(token % 3, token, token + 1) for token in range(cu[-1])], 3)
+    else:
+        partition = getattr(Partition, layout)(cu, 3)
+    problem = conv_on_gpu(cu, state_dtype=torch.float32)
+    found, expected = convolution(problem, partition).whole, conv_call(problem, output_final_state=True)
+    for name in ("y", "final_state"):
+        assert torch.equal(found[name], expected[name]), name
+    # fp32 sums in another order: a bf16 rounding may fall to the other side
+    assert (found["dx"] != expected["dx"]).float().mean() < 1e-3
+    assert torch.allclose(found["dinitial_state"], expected["dinitial_state"], rtol=1e-5, atol=1e-5)
+    for name in ("dweight", "dbias"):
+        # bf16 parts of three ranks, each rounded once
+        assert problems.relative_error(found[name], expected[name].double()) <= 8e-3, name
+
+
+# ---- real processes --------------------------------------------------------------------------------------------------
+
+
+def check_in_process(rank: int, backend: str, path: str) -> None:
+    device = torch.device("cuda", rank if backend == "nccl" else 0)
+    torch.cuda.set_device(device)
+    dist.init_process_group(
+        backend, init_method=f"file://{path}", rank=rank, world_size=PROCESSES, timeout=timedelta(seconds=60)
+    )
+    problem = make_problem(PACK).to(device)
+    conv = conv_on_gpu(boundaries(PACK))
+    for layout, exchange in (("contiguous", "all_gather"), ("per_document_zigzag", "spread"), ("zigzag", "relay")):
+        partition = getattr(Partition, layout)(boundaries(PACK), PROCESSES)
+        ctx = KcpContext(partition, options=KcpOptions(exchange=exchange))
+        assert ctx.channel.backend_of(device) == backend
+        assert_same_bits(attention_of_rank(problem, ctx), attention(problem, partition).ranks[rank])
+        found = conv_call(conv, ctx=ctx, output_final_state=True)
+        assert_same_bits(found, convolution(conv, partition).ranks[rank])
+        assert {one.family for one in last_launches()} <= {"smxx", "sm90"}
+    torch.cuda.synchronize()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_processes_have_the_bits_of_virtual_ranks(backend, tmp_path):
+    """gloo stages through pinned memory, and its processes share one device; NCCL needs a device for each."""
+    if backend == "nccl" and torch.cuda.device_count() < PROCESSES:
+        pytest.skip(f"NCCL needs {PROCESSES} devices")
+    multiprocessing.spawn(check_in_process, args=(backend, str(tmp_path / "store")), nprocs=PROCESSES)
+
+
+def test_nccl_of_one_rank(tmp_path, nan_poison):
+    dist.init_process_group("nccl", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        partition = Partition.contiguous(boundaries(PACK), 1)
+        problem = make_problem(PACK).to("cuda")
+        found = attention_of_rank(problem, KcpContext(partition))
+        assert_same_bits(found, problems.run(chunk_kda, problem, output_final_state=True))
+    finally:
+        dist.destroy_process_group()
