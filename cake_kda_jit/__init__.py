@@ -12,8 +12,15 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "ops.api": ("causal_conv1d", "chunk_kda", "segment_summary", "transfer_walk"),
+    "ops.pack": ("Fragment",),
     "ops.plan": ("Plan", "make_plan"),
     "ops.problem": ("KdaOptions",),
+    "cp.context": ("KcpContext",),
+    "cp.options": ("KcpOptions",),
+    "cp.parameters": ("reduce_parameter_gradients",),
+    "cp.partition": ("Partition",),
+    "cp.virtual": ("VirtualGroup", "run_virtual"),
+    "cp.whole": ("gather",),
     "runtime.launch": ("LaunchRecord", "last_launches"),
     "runtime.load": ("load",),
     "catalog": ("Registry", "registry"),

@@ -106,12 +106,12 @@ KNOBS: tuple[Knob, ...] = (
     Knob("WORLD_SIZE", _positive_integer, "a positive integer", None, "number of ranks, set by torchrun"),
 )
 
-_BY_NAME = {knob.name: knob for knob in KNOBS}
+_BY_NAME = {knob.name: knob for knob in KNOBS} | {knob.name.removeprefix(PREFIX): knob for knob in KNOBS}
 
 
 def knob(name: str) -> Knob:
     """Return the knob called ``name``, with or without the ``CAKE_KDA_JIT_`` prefix."""
-    return _BY_NAME[PREFIX + name if PREFIX + name in _BY_NAME else name]
+    return _BY_NAME[name]
 
 
 def read(name: str) -> Any:

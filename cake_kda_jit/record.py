@@ -72,6 +72,8 @@ class Entry:
 
     fields: tuple[Field, ...]
     _packer: struct.Struct = field(init=False, repr=False, compare=False)
+    _names: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    _arrays: tuple[int, ...] = field(init=False, repr=False, compare=False)  # their positions, from the last on
 
     def __post_init__(self) -> None:
         sizes = [f.scalar[1] for f in self.fields]
@@ -82,6 +84,9 @@ class Entry:
         codes = "".join(f.scalar[0] * f.count for f in self.fields)
         padding = -struct.calcsize("=" + codes) % 8
         object.__setattr__(self, "_packer", struct.Struct("=" + codes + "x" * padding))
+        object.__setattr__(self, "_names", tuple(f.name for f in self.fields))
+        arrays = (position for position, f in enumerate(self.fields) if f.is_array)
+        object.__setattr__(self, "_arrays", tuple(sorted(arrays, reverse=True)))
 
     @property
     def size(self) -> int:
@@ -98,19 +103,15 @@ class Entry:
 
     def pack(self, values: Mapping[str, object]) -> bytes:
         """Return the argument block; a missing or an unknown name raises TypeError, None is a null pointer."""
-        flat: list[object] = []
+        # Every launch comes through here: what does not depend on the values was done in __post_init__.
         try:
-            for f in self.fields:
-                value = values[f.name]
-                if f.is_array:
-                    flat.extend(value)
-                else:
-                    flat.append(0 if value is None else value)
+            flat = [0 if (value := values[name]) is None else value for name in self._names]
         except KeyError as missing:
             raise TypeError(f"argument {missing} is missing") from None
-        if len(values) != len(self.fields):
-            unknown = sorted(set(values) - {f.name for f in self.fields})
-            raise TypeError(f"unknown arguments {unknown}")
+        if len(values) != len(flat):
+            raise TypeError(f"unknown arguments {sorted(set(values) - set(self._names))}")
+        for position in self._arrays:
+            flat[position : position + 1] = flat[position]
         return self._packer.pack(*flat)
 
     @property

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..errors import UnsupportedProblemError
 from ..ops.api import chunk_kda
+from ..ops.parallel import ParallelContext
 from ..ops.plan import Plan
 from ..ops.problem import KdaOptions
 from .parts import GatedRMSNorm, ShortConvolution
@@ -24,14 +25,17 @@ class KimiDeltaAttention(nn.Module):
 
     H is ``num_heads``, HV ``num_value_heads`` (a multiple of H, default H), K = V = ``head_dim`` (64 or 128). With
     ``lower_bound`` in [-5, 0) the decay is ``lower_bound * sigmoid(exp(A_log) (f(x) + dt_bias))``, without it
-    ``-exp(A_log) softplus(f(x) + dt_bias)``. ``kernel_dtype`` is the dtype of q, k and v on the kernels; None leaves
-    what the projections give: the module's dtype, or autocast's.
+    ``-exp(A_log) softplus(f(x) + dt_bias)``. Decay and output gate come through a bottleneck of ``head_dim`` channels,
+    or straight from x without ``low_rank_gate``; ``output_gate_bias`` adds a bias to the latter's logits.
+    ``allow_neg_eigval`` doubles beta. ``kernel_dtype`` is the dtype of q, k and v on the kernels; None leaves what the
+    projections give: the module's dtype, or autocast's.
 
-    Parameters are named as in Kimi Linear checkpoints and load from them. ``A_log`` is ``[HV]`` here, and their
-    ``[1, 1, HV, 1]`` is flattened on loading. ``A_log`` and ``dt_bias [HV * K]`` stay fp32 whatever dtype the module
-    is cast to, because bf16 would round a slow decay to none.
+    Parameters are named as in Kimi Linear checkpoints and load from them, see ``attention_weights``. ``A_log`` is
+    ``[HV]`` here, and their ``[1, 1, HV, 1]`` is flattened on loading. ``A_log`` and ``dt_bias [HV * K]`` stay fp32
+    whatever dtype the module is cast to, because bf16 would round a slow decay to none.
 
-    Raises UnsupportedProblemError if HV is not a multiple of H; other limits are those of ``chunk_kda``.
+    Raises UnsupportedProblemError if HV is not a multiple of H, and in a forward if something has cast ``A_log`` or
+    ``dt_bias`` all the same; other limits are those of ``chunk_kda``.
     """
 
     def __init__(
@@ -44,6 +48,9 @@ class KimiDeltaAttention(nn.Module):
         lower_bound: float | None = None,
         norm_eps: float = 1e-5,
         kernel_dtype: torch.dtype | None = None,
+        low_rank_gate: bool = True,
+        output_gate_bias: bool = False,
+        allow_neg_eigval: bool = False,
     ) -> None:
         super().__init__()
         num_value_heads = num_heads if num_value_heads is None else num_value_heads
@@ -55,6 +62,8 @@ class KimiDeltaAttention(nn.Module):
         self.head_dim = head_dim
         self.lower_bound = lower_bound
         self.kernel_dtype = kernel_dtype
+        self.low_rank_gate = low_rank_gate
+        self.allow_neg_eigval = allow_neg_eigval
         key_size, value_size = num_heads * head_dim, num_value_heads * head_dim
 
         self.q_proj = nn.Linear(hidden_size, key_size, bias=False)
@@ -64,23 +73,29 @@ class KimiDeltaAttention(nn.Module):
         self.k_conv1d = ShortConvolution(key_size, conv_size)
         self.v_conv1d = ShortConvolution(value_size, conv_size)
 
-        self.f_a_proj = nn.Linear(hidden_size, head_dim, bias=False)
-        self.f_b_proj = nn.Linear(head_dim, value_size, bias=False)
+        self._add_gate("f", hidden_size, value_size, bias=False)
         self.A_log = nn.Parameter(torch.empty(num_value_heads, dtype=torch.float32))
         self.dt_bias = nn.Parameter(torch.empty(value_size, dtype=torch.float32))
         self.b_proj = nn.Linear(hidden_size, num_value_heads, bias=False)
 
-        self.g_a_proj = nn.Linear(hidden_size, head_dim, bias=False)
-        self.g_b_proj = nn.Linear(head_dim, value_size, bias=False)
+        self._add_gate("g", hidden_size, value_size, bias=output_gate_bias)
         self.o_norm = GatedRMSNorm(head_dim, norm_eps)
         self.o_proj = nn.Linear(value_size, hidden_size, bias=False)
 
-        self._reset_gate()
+        self.reset_parameters()
         self.register_load_state_dict_pre_hook(_flatten_published_A_log)
 
+    def _add_gate(self, name: str, hidden_size: int, value_size: int, bias: bool) -> None:
+        """Make the projections of the decay (f) or of the output gate (g)."""
+        if self.low_rank_gate:
+            self.add_module(f"{name}_a_proj", nn.Linear(hidden_size, self.head_dim, bias=False))
+            self.add_module(f"{name}_b_proj", nn.Linear(self.head_dim, value_size, bias=bias))
+        else:
+            self.add_module(f"{name}_proj", nn.Linear(hidden_size, value_size, bias=bias))
+
     @torch.no_grad()
-    def _reset_gate(self) -> None:
-        """Start as published: softplus(dt_bias) from 1e-3 to 0.1, amplitudes of 1 to 16, or of 1 in bounded form."""
+    def reset_parameters(self) -> None:
+        """Start the gate as published: softplus(dt_bias) from 1e-3 to 0.1, amplitudes of 1 to 16, or 1 if bounded."""
         if self.lower_bound is None:
             self.A_log.uniform_(1, 16).log_()
         else:
@@ -95,18 +110,21 @@ class KimiDeltaAttention(nn.Module):
         *,
         cu_seqlens: Tensor | None = None,
         plan: Plan | None = None,
+        cp_context: ParallelContext | None = None,
         options: KdaOptions | None = None,
     ) -> Tensor:
         """Attend within each document of x ``[B, T, hidden_size]``; same shape, dtype of the projections.
 
         Packed documents (then B = 1) are given by ``cu_seqlens [N + 1]``, or by a ``plan`` of ``make_plan`` that all
-        layers of a step share; without either, each batch row is a document. ``options`` as in ``chunk_kda``.
+        layers of a step share, or by a ``cp_context`` whose ranks hold the pack's fragments; without any, each batch
+        row is a document. ``options`` as in ``chunk_kda``.
         """
-        documents = {"cu_seqlens": cu_seqlens, "plan": plan}
+        self._check_gate_dtype()
+        documents = {"cu_seqlens": cu_seqlens, "plan": plan, "cp_context": cp_context}
         q = self.q_conv1d(self._for_kernels(self.q_proj(x)), **documents)
         k = self.k_conv1d(self._for_kernels(self.k_proj(x)), **documents)
         v = self.v_conv1d(self._for_kernels(self.v_proj(x)), **documents)
-        decay_logits = self.f_b_proj(self.f_a_proj(x))
+        decay_logits = self.f_b_proj(self.f_a_proj(x)) if self.low_rank_gate else self.f_proj(x)
         o, _ = chunk_kda(
             self._heads(q),
             self._heads(k),
@@ -116,14 +134,24 @@ class KimiDeltaAttention(nn.Module):
             use_qk_l2norm_in_kernel=True,
             use_gate_in_kernel=True,
             use_beta_sigmoid_in_kernel=True,
+            allow_neg_eigval=self.allow_neg_eigval,
             lower_bound=self.lower_bound,
             A_log=self.A_log,
             dt_bias=self.dt_bias,
             options=options,
             **documents,
         )
-        output_gate = self._heads(self.g_b_proj(self.g_a_proj(x)))
-        return self.o_proj(self.o_norm(o, output_gate).flatten(-2))
+        output_gate = self.g_b_proj(self.g_a_proj(x)) if self.low_rank_gate else self.g_proj(x)
+        return self.o_proj(self.o_norm(o, self._heads(output_gate)).flatten(-2))
+
+    def _check_gate_dtype(self) -> None:
+        for name, parameter in (("A_log", self.A_log), ("dt_bias", self.dt_bias)):
+            if parameter.dtype != torch.float32:
+                raise UnsupportedProblemError(
+                    f"{name} arrived in the layer as {parameter.dtype}; it must stay torch.float32. Under FSDP2 shard "
+                    "list(layer.children()) with the low precision and then the layer itself with "
+                    "MixedPrecisionPolicy(cast_forward_inputs=False), which leaves A_log and dt_bias as they are"
+                )
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim))
@@ -146,5 +174,5 @@ class KimiDeltaAttention(nn.Module):
 
 def _flatten_published_A_log(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     key = prefix + "A_log"
-    if key in state_dict:
+    if key in state_dict and state_dict[key].dim() != 1:
         state_dict[key] = state_dict[key].flatten()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from ..ops.api import causal_conv1d
+from ..ops.parallel import ParallelContext
 from ..ops.plan import Plan
 
 
@@ -19,24 +21,42 @@ class ShortConvolution(nn.Module):
     def __init__(self, num_channels: int, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_channels, 1, width))
-        bound = width**-0.5
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weight as ``nn.Conv1d`` does."""
+        bound = self.weight.shape[2] ** -0.5
         nn.init.uniform_(self.weight, -bound, bound)
 
-    def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None, plan: Plan | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        cu_seqlens: Tensor | None = None,
+        plan: Plan | None = None,
+        cp_context: ParallelContext | None = None,
+    ) -> Tensor:
         """Convolve x ``[B, T, D]``; same shape and dtype. Documents as in ``causal_conv1d``."""
-        return causal_conv1d(x, self.weight.squeeze(1), activation="silu", cu_seqlens=cu_seqlens, plan=plan)[0]
+        weight = self.weight.squeeze(1)
+        y, _ = causal_conv1d(x, weight, activation="silu", cu_seqlens=cu_seqlens, plan=plan, cp_context=cp_context)
+        return y
 
 
 class GatedRMSNorm(nn.Module):
-    """``x / rms(x) * weight * sigmoid(gate)`` over the last axis, computed in fp32; ``weight`` is ``[D]``."""
+    """``x / rms(x) * weight * sigmoid(gate)`` over the last axis, in the gate's dtype; ``weight`` is ``[D]``."""
 
     def __init__(self, num_channels: int, eps: float = 1e-5) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = nn.Parameter(torch.ones(num_channels))
+        self.weight = nn.Parameter(torch.empty(num_channels))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the weight to 1."""
+        nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """Norm x ``[..., D]`` and gate it with ``gate`` of the same shape; the result has the gate's dtype."""
-        x32 = x.float()
-        normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)
-        return (normed * self.weight.float() * gate.float().sigmoid()).to(gate.dtype)
+        dtype = gate.dtype
+        normed = functional.rms_norm(x.to(dtype), self.weight.shape, self.weight.to(dtype), self.eps)
+        return (normed * gate.sigmoid()).to(dtype)

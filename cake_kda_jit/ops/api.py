@@ -6,12 +6,13 @@ import torch
 
 from ..errors import PlanMismatchError, UnsupportedProblemError
 from . import checks
-from .library import NAMESPACE  # importing the module registers the operators
-from .plan import Plan, PlanHeads, check_boundaries, plan_of_boundaries
+from .library import OPERATORS
+from .pack import check_boundaries
+from .parallel import ParallelContext, check_context
+from .plan import Plan, PlanHeads, plan_of_boundaries
 from .problem import KdaOptions, resolve_options, resolve_scale
 from .select import SegmentRule
 
-_operators = getattr(torch.ops, NAMESPACE)
 CONV_WIDTHS = (2, 3, 4)
 
 
@@ -37,7 +38,7 @@ def chunk_kda(
     cu_seqlens: torch.Tensor | None = None,
     cu_seqlens_cpu: torch.Tensor | None = None,
     plan: Plan | None = None,
-    cp_context: object | None = None,
+    cp_context: ParallelContext | None = None,
     options: KdaOptions | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Kimi Delta Attention over a batch, or over documents packed into one sequence.
@@ -46,7 +47,8 @@ def chunk_kda(
 
     Shapes: q, k ``[B, T, H, K]``; v ``[B, T, HV, V]``; g ``[B, T, HV, K]``; beta ``[B, T, HV]``; K = V in {64, 128}, HV
     a multiple of H. With ``cu_seqlens`` (int32 or int64 ``[N + 1]``, from 0 to T) or a ``plan``, B is 1 and N documents
-    never mix; otherwise N = B. States are fp32 ``[N, HV, K, V]``, or ``[N, HV, V, K]`` with ``state_v_first``.
+    never mix; otherwise N = B. States are fp32 ``[N, HV, K, V]``, or ``[N, HV, V, K]`` with ``state_v_first``. With a
+    ``cp_context`` the tokens are this rank's, and N counts the documents of all ranks: see ``KcpContext``.
 
     dtypes: q, k, v share bf16 or fp16 (fp32 too on a CPU); g and beta have that dtype or fp32; ``A_log`` ``[HV]`` and
     ``dt_bias`` ``[HV * K]`` or ``[HV, K]`` are fp32. Gradients have their input's dtype and are summed in fp32.
@@ -60,16 +62,23 @@ def chunk_kda(
     Returns o ``[B, T, HV, V]`` in q's dtype and the final states (None unless ``output_final_state``). An empty
     document's final state is its initial state.
 
-    Errors: UnsupportedProblemError before any launch, PlanMismatchError for a plan of another pack, BuildError and
-    LoadError for a kernel that cannot be had.
+    Errors: UnsupportedProblemError before any launch, PlanMismatchError for a plan or a context of another pack,
+    BuildError and LoadError for a kernel that cannot be had, CommunicationError where ranks fail to meet.
     """
-    _refuse_context(cp_context)
     checks.check_attention_shapes(q, k, v, g, beta)
     checks.check_tensors(A_log=A_log, dt_bias=dt_bias, initial_state=initial_state)
+    checks.check_no_transform("chunk_kda", q, k, v, g, beta, A_log, dt_bias, initial_state)
     checks.check_gate(use_gate_in_kernel, lower_bound, A_log, dt_bias, v)
     _check_beta_form(use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    parallel = check_context(
+        cp_context, q, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu, plan=plan, options=options
+    )
     resolved = resolve_options(options)
-    pack = checks.plan_for(q, v, cu_seqlens, cu_seqlens_cpu, plan)
+    if parallel is None:
+        pack = checks.plan_for(q, v, cu_seqlens, cu_seqlens_cpu, plan)
+    else:
+        parallel.check_tokens("q", q)
+        pack = parallel
     value_heads, head_dim = v.shape[2:]
     checks.check_state(
         "initial_state",
@@ -80,31 +89,41 @@ def chunk_kda(
     )
     if initial_state is not None:
         initial_state = (initial_state.transpose(-1, -2) if state_v_first else initial_state).contiguous()
-    inputs = [tensor.flatten(0, 1) for tensor in (q, k, v, g, beta)]
-    optional = (*_gate_parameters(A_log, dt_bias, v), initial_state)
+    inputs = (q, k, v, g, beta)
+    optional = (*_gate_parameters(A_log, dt_bias), initial_state)
     needs_backward = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*inputs, *optional))
-    o, final_state, *_ = _operators.chunk_kda_forward(
-        *inputs,
-        *optional,
-        pack.chunk_table,
-        pack.segment_table,
-        pack.summary_offsets,
-        pack.num_summaries,
+    transforms = (
         resolve_scale(scale, head_dim),
         lower_bound,
         use_qk_l2norm_in_kernel,
         _gate_form(use_gate_in_kernel, lower_bound),
         _beta_form(use_beta_sigmoid_in_kernel, allow_neg_eigval),
-        resolved.backward,
-        resolved.checkpoint_tokens,
-        resolved.workspace_limit,
-        resolved.family,
-        output_final_state,
-        needs_backward,
     )
+    if parallel is not None:
+        o, final_state = parallel.attention(
+            (*inputs, *optional), transforms, output_final_state=output_final_state, keep=needs_backward
+        )
+    else:
+        o, *others = OPERATORS.chunk_kda_forward(
+            *inputs,
+            *optional,
+            pack.chunk_table,
+            pack.segment_table,
+            pack.summary_offsets,
+            pack.num_summaries,
+            pack.has_spare_rows,
+            *transforms,
+            resolved.backward,
+            resolved.checkpoint_tokens,
+            resolved.workspace_limit,
+            resolved.family,
+            output_final_state,
+            needs_backward,
+        )
+        final_state = others[0] if output_final_state else None
     if not output_final_state:
-        return o.unflatten(0, q.shape[:2]), None
-    return o.unflatten(0, q.shape[:2]), final_state.transpose(-1, -2) if state_v_first else final_state
+        return o, None
+    return o, final_state.transpose(-1, -2) if state_v_first else final_state
 
 
 def causal_conv1d(
@@ -117,40 +136,51 @@ def causal_conv1d(
     output_final_state: bool = False,
     cu_seqlens: torch.Tensor | None = None,
     plan: Plan | None = None,
-    cp_context: object | None = None,
+    cp_context: ParallelContext | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Causal depthwise convolution of width 2 to 4, with SiLU; documents never mix.
 
     ``y[t] = silu(bias + sum_w weight[:, w] x[t - W + 1 + w])``, summed in fp32.
 
     Shapes: x ``[B, T, D]``, weight ``[D, W]``, bias ``[D]``, states ``[N, D, W - 1]``: the tokens before a document,
-    nearest last. With ``cu_seqlens`` or a ``plan`` B is 1. dtypes: x bf16 or fp16 (fp32 too on a CPU); weight and bias
-    x's or fp32; initial_state x's or fp32, and final_state like it (x's without one).
+    nearest last. With ``cu_seqlens``, a ``plan`` or a ``cp_context`` B is 1. dtypes: x bf16 or fp16 (fp32 too on a
+    CPU); weight and bias x's or fp32; initial_state x's or fp32, and final_state like it (x's without one).
 
     ``activation`` is "silu" (or "swish") or None. Returns y ``[B, T, D]`` and the final states (None unless
     ``output_final_state``). Errors as in ``chunk_kda``.
     """
-    _refuse_context(cp_context)
     if activation not in ("silu", "swish", None):
         raise UnsupportedProblemError(f"activation={activation!r}; use 'silu' or None")
     _check_conv(x, weight, bias)
-    boundaries_table, num_documents = _conv_boundaries(x, cu_seqlens, plan)
+    checks.check_tensors(initial_state=initial_state)
+    checks.check_no_transform("causal_conv1d", x, weight, bias, initial_state)
+    parallel = check_context(cp_context, x, cu_seqlens=cu_seqlens, plan=plan)
+    if parallel is None:
+        boundaries_table, num_documents = _conv_boundaries(x, cu_seqlens, plan)
+    else:
+        parallel.check_tokens("x", x)
+        num_documents = parallel.num_documents
     width = weight.shape[1]
     if initial_state is not None:
         checks.check_dtype("initial_state", initial_state, (x.dtype, torch.float32), "states have x's dtype or float32")
         checks.check_shape("initial_state", initial_state, (num_documents, x.shape[2], width - 1), "[N, D, W - 1]")
         checks.check_same_device(x, initial_state=initial_state)
         initial_state = initial_state.contiguous()
-    y, final_state = _operators.causal_conv1d_forward(
-        x.flatten(0, 1),
-        weight.contiguous(),
-        None if bias is None else bias.contiguous(),
-        initial_state,
-        boundaries_table,
-        activation is not None,
-        output_final_state,
-    )
-    return y.unflatten(0, x.shape[:2]), final_state if output_final_state else None
+    tensors = (x, weight.contiguous(), None if bias is None else bias.contiguous(), initial_state)
+    if parallel is not None:
+        y, final_state = parallel.convolution(
+            tensors, use_silu=activation is not None, output_final_state=output_final_state
+        )
+    else:
+        y, *others = OPERATORS.causal_conv1d_forward(
+            *tensors,
+            boundaries_table,
+            plan is not None and plan.has_spare_rows,
+            activation is not None,
+            output_final_state,
+        )
+        final_state = others[0] if output_final_state else None
+    return y, final_state if output_final_state else None
 
 
 def segment_summary(
@@ -177,6 +207,8 @@ def segment_summary(
     empty fragment has M = I, B = 0. Not differentiable. Errors as in ``chunk_kda``.
     """
     checks.check_attention_shapes(k, k, v, g, beta)
+    checks.check_tensors(A_log=A_log, dt_bias=dt_bias)
+    checks.check_no_transform("segment_summary", k, v, g, beta, A_log, dt_bias)
     checks.check_gate(use_gate_in_kernel, lower_bound, A_log, dt_bias, v)
     _check_beta_form(use_beta_sigmoid_in_kernel, allow_neg_eigval)
     if k.shape[0] != 1:
@@ -185,9 +217,9 @@ def segment_summary(
     check_boundaries(boundaries, k.shape[1], "offsets")
     heads = PlanHeads(k.shape[2], v.shape[2], k.shape[3])
     pack = plan_of_boundaries(boundaries, heads, k.device, SegmentRule(0, 0), summarize_all=True)
-    M, B = _operators.segment_summary(
+    M, B = OPERATORS.segment_summary(
         *(tensor[0] for tensor in (k, v, g, beta)),
-        *_gate_parameters(A_log, dt_bias, v),
+        *_gate_parameters(A_log, dt_bias),
         pack.chunk_table,
         pack.segment_table,
         pack.summary_offsets,
@@ -222,7 +254,9 @@ def transfer_walk(
     ``variant`` names the walk (``config.TRANSFER_WALKS``); ``precision_mode`` 1 or 2 are tf32_hilo's cheaper forms.
     Not differentiable: the transposed walk is its gradient. Errors: UnsupportedProblemError before any launch.
     """
-    checks.check_tensors(M=M, B=B, initial=initial)
+    checks.check_required(M=M, B=B)
+    checks.check_tensors(initial=initial)
+    checks.check_no_transform("transfer_walk", M, B, initial)
     for name, tensor in (("M", M), ("B", B)):
         if tensor.dim() != 4:
             raise UnsupportedProblemError(f"{name} has shape {list(tensor.shape)}; expected four dimensions")
@@ -240,7 +274,7 @@ def transfer_walk(
     state_shape = (len(boundaries) - 1, value_heads, head_dim, value_dim)
     checks.check_state("initial", initial, state_shape, "[N, HV, K, V]", B)
     table = offsets.to(device=B.device, dtype=torch.int64)
-    return _operators.transfer_walk(
+    return OPERATORS.transfer_walk(
         M.contiguous(),
         B.contiguous(),
         None if initial is None else initial.contiguous(),
@@ -249,13 +283,6 @@ def transfer_walk(
         precision_mode,
         transpose,
     )
-
-
-def _refuse_context(cp_context: object | None) -> None:
-    if cp_context is not None:
-        raise UnsupportedProblemError(
-            f"cp_context is a {type(cp_context).__name__}; context parallelism is not built yet: pass cp_context=None"
-        )
 
 
 def _check_beta_form(use_sigmoid: bool, allow_neg_eigval: bool) -> None:
@@ -267,11 +294,10 @@ def _check_beta_form(use_sigmoid: bool, allow_neg_eigval: bool) -> None:
 
 
 def _gate_parameters(
-    A_log: torch.Tensor | None, dt_bias: torch.Tensor | None, v: torch.Tensor
+    A_log: torch.Tensor | None, dt_bias: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return A_log ``[HV]`` and dt_bias ``[HV, K]``, contiguous, None where absent."""
-    A_log = None if A_log is None else A_log.contiguous()
-    return A_log, None if dt_bias is None else dt_bias.reshape(v.shape[2:]).contiguous()
+    """Return A_log ``[HV]`` and dt_bias ``[HV * K]`` or ``[HV, K]``, contiguous, None where absent."""
+    return tuple(None if parameter is None else parameter.contiguous() for parameter in (A_log, dt_bias))
 
 
 def _gate_form(use_gate: bool, lower_bound: float | None) -> str:
@@ -287,7 +313,8 @@ def _beta_form(use_sigmoid: bool, allow_neg_eigval: bool) -> str:
 
 
 def _check_conv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    checks.check_tensors(x=x, weight=weight, bias=bias)
+    checks.check_required(x=x, weight=weight)
+    checks.check_tensors(bias=bias)
     if x.dim() != 3:
         raise UnsupportedProblemError(f"x has shape {list(x.shape)}; expected [B, T, D]")
     if weight.dim() != 2 or weight.shape[0] != x.shape[2] or weight.shape[1] not in CONV_WIDTHS:
@@ -310,14 +337,13 @@ def _conv_boundaries(x: torch.Tensor, cu_seqlens: torch.Tensor | None, plan: Pla
             f"B = {batch} with cu_seqlens or a plan; a pack has B = 1: join the batch along T"
         )
     if plan is not None:
+        checks.check_plan_boundaries(plan, cu_seqlens)
         if (plan.num_tokens, plan.device) != (tokens, x.device):
             raise PlanMismatchError(
                 f"x has {tokens} tokens on {x.device}; the plan was made for {plan.num_tokens} on {plan.device}"
             )
-        checks.check_plan_boundaries(plan, cu_seqlens)
         return plan.cu_seqlens, plan.num_documents
     if cu_seqlens is None:
         return torch.arange(batch + 1, device=x.device) * tokens, batch
-    boundaries = checks.boundaries_of(cu_seqlens)
-    check_boundaries(boundaries, tokens)
+    boundaries = checks.pack_boundaries(tokens, cu_seqlens)
     return cu_seqlens.to(device=x.device, dtype=torch.int64, copy=True), len(boundaries) - 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -31,9 +31,22 @@ def _empty_like(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return None if tensor is None else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
-def _empty_gradients(inputs: Inputs) -> Gradients:
-    tensors = (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, inputs.A_log, inputs.dt_bias, inputs.initial_state)
-    return Gradients(*(_empty_like(tensor) for tensor in tensors))
+def empty_gradients(inputs: Inputs) -> Gradients:
+    """Return the gradients that a backward will fill, contiguous."""
+    rows = (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta)
+    others = (inputs.A_log, inputs.dt_bias, inputs.initial_state)
+    return Gradients(*map(inputs.empty_rows, rows), *map(_empty_like, others))
+
+
+def empty_partials(pipeline: Pipeline) -> dict[str, torch.Tensor | None]:
+    """Return the chunks' parts of the gate parameters' gradients, to be filled; None where there is no parameter."""
+    inputs = pipeline.inputs
+    shape = (pipeline.num_chunks, inputs.num_value_heads)
+
+    def empty(like: torch.Tensor | None, *more: int) -> torch.Tensor | None:
+        return None if like is None else torch.empty((*shape, *more), dtype=torch.float32, device=like.device)
+
+    return {"partial_A_log": empty(inputs.A_log), "partial_dt_bias": empty(inputs.dt_bias, inputs.head_dim)}
 
 
 def chunk_backward(
@@ -41,69 +54,63 @@ def chunk_backward(
 ) -> Gradients:
     """Launch the backward; do ``[T, HV, V]`` of any strides, dfinal_state ``[N, HV, K, V]`` contiguous."""
     inputs = pipeline.inputs
-    gradients = _empty_gradients(inputs)
+    gradients = empty_gradients(inputs)
     if pipeline.num_chunks == 0:
         _empty_pack(gradients, dfinal_state)
         return gradients
-    partial_shape = (pipeline.num_chunks, inputs.num_value_heads)
-    partials = {
-        "partial_A_log": None
-        if inputs.A_log is None
-        else torch.empty(partial_shape, dtype=torch.float32, device=do.device),
-        "partial_dt_bias": None
-        if inputs.dt_bias is None
-        else torch.empty((*partial_shape, inputs.head_dim), dtype=torch.float32, device=do.device),
-    }
-    D = pipeline.summaries() if inputs.num_summaries else None
+    partials = empty_partials(pipeline)
     replays = context.checkpoints is not None
     num_bytes = tile_bytes_per_head(
         pipeline.num_chunks, inputs.head_dim, pipeline.tile_dtype.itemsize, states=1 + replays, values=1 + replays
     )
     for block in head_blocks(num_bytes, inputs.num_heads, inputs.num_value_heads, options.workspace_limit):
-        tiles = _prepare(pipeline, block, context)
-        segment_dexit = None
-        if D is not None:
-            skip = {"first_M": True, "first_B": True, "last_B": False}
-            pipeline.summarize(block, tiles, M=None, B=D, do=do, skip=skip)
-            segment_dexit = pipeline.walk(block, context.M, D, dfinal_state, transpose=True)
-        kept = {
-            "h": pipeline.states(block) if replays else context.block("h", block),
-            "v_new": pipeline.rows(block) if replays else context.block("v_new", block),
-        }
-        scanned = {"dS": pipeline.states(block), "z": pipeline.rows(block)}
-        edges = {
-            "checkpoints": context.checkpoints,
-            "dfinal_state": dfinal_state,
-            "segment_dexit": segment_dexit,
-            "dinitial_state": gradients.dinitial_state,
-        }
-        pipeline.grad_scan(block, tiles, do, kept | scanned | edges, options.checkpoint_tokens)
-        found = {name: getattr(gradients, name) for name in ("dq", "dk", "dv", "dg", "dbeta")}
-        pipeline.grad(block, do, kept | scanned | found | partials)
+        _block_gradients(pipeline, options, context, block, do, dfinal_state, gradients, partials)
     if inputs.A_log is not None or inputs.dt_bias is not None:
         pipeline.reduce_parameters(**partials, dA_log=gradients.dA_log, ddt_bias=gradients.ddt_bias)
     return gradients
 
 
-def _prepare(pipeline: Pipeline, block: HeadBlock, context: Context) -> Tiles:
-    """Form the tiles of a block again, but for those that the forward kept."""
+def _block_gradients(
+    pipeline: Pipeline,
+    options: KdaOptions,
+    context: Context,
+    block: HeadBlock,
+    do: torch.Tensor,
+    dfinal_state: torch.Tensor | None,
+    gradients: Gradients,
+    partials: dict[str, torch.Tensor | None],
+) -> None:
+    """Launch the backward of one head block; its scratch is free again when this returns, before the next block's."""
+    replays = context.checkpoints is not None
+    tiles = prepare_again(pipeline, block, context)
+    segment_dexit = None
+    if pipeline.inputs.num_summaries:
+        D = pipeline.summaries()
+        skip = {"first_M": True, "first_B": True, "last_B": False}
+        pipeline.summarize(block, tiles, M=None, B=D, do=do, skip=skip)
+        segment_dexit = pipeline.walk(block, context.M, D, dfinal_state, transpose=True)
+    kept = {
+        "h": pipeline.states(block) if replays else context.block("h", block),
+        "v_new": pipeline.rows(block) if replays else context.block("v_new", block),
+    }
+    scanned = {"dS": pipeline.states(block), "z": pipeline.rows(block)}
+    edges = {
+        "checkpoints": context.checkpoints,
+        "dfinal_state": dfinal_state,
+        "segment_dexit": segment_dexit,
+        "dinitial_state": gradients.dinitial_state,
+    }
+    pipeline.grad_scan(block, tiles, do, kept | scanned | edges, options.checkpoint_tokens)
+    found = {name: getattr(gradients, name) for name in ("dq", "dk", "dv", "dg", "dbeta")}
+    pipeline.grad(block, do, kept | scanned | found | partials)
+
+
+def prepare_again(pipeline: Pipeline, block: HeadBlock, context: Context) -> Tiles:
+    """Form the tiles of a block again, but for those that the forward kept; returns both."""
     Aqk = context.block("Aqk", block)
-    fresh = Tiles(
-        ke=pipeline.rows(block),
-        qg=pipeline.rows(block),
-        kg=pipeline.rows(block),
-        Aqk=pipeline.squares(block) if Aqk is None else None,
-        decay_total=pipeline.totals(block),
-    )
-    pipeline.prepare(block, fresh)
-    return Tiles(
-        fresh.ke,
-        fresh.qg,
-        fresh.kg,
-        Aqk if fresh.Aqk is None else fresh.Aqk,
-        context.block("Tinv", block),
-        fresh.decay_total,
-    )
+    tiles = pipeline.make_tiles(block, "ke", "qg", "kg", "decay_total", Aqk=Aqk)
+    pipeline.prepare(block, replace(tiles, Aqk=tiles.Aqk if Aqk is None else None))
+    return replace(tiles, Tinv=context.block("Tinv", block))
 
 
 def _empty_pack(gradients: Gradients, dfinal_state: torch.Tensor | None) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import torch
+from torch.autograd import forward_ad
 
 from ..errors import PlanMismatchError, UnsupportedProblemError
-from .plan import HEAD_DIMS, Plan, PlanHeads, boundaries_of, check_boundaries, plan_of_boundaries
+from .pack import check_boundaries
+from .plan import HEAD_DIMS, BatchTables, Plan, PlanHeads, boundaries_of, plan_of_boundaries, tables_of_batch
 
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 DEVICE_DTYPES = {"cpu": ("bf16", "fp16", "fp32"), "cuda": ("bf16", "fp16")}
@@ -20,6 +22,33 @@ def check_tensors(**values: object) -> None:
     for name, value in values.items():
         if value is not None and not isinstance(value, torch.Tensor):
             raise UnsupportedProblemError(f"{name} is {type(value).__name__}; give a tensor")
+
+
+def check_required(**values: object) -> None:
+    """Raise unless every value is a tensor."""
+    for name, value in values.items():
+        if value is None:
+            raise UnsupportedProblemError(f"{name} is None; give a tensor")
+    check_tensors(**values)
+
+
+def check_no_transform(operation: str, *tensors: torch.Tensor | None) -> None:
+    """Raise inside a transform of ``torch.func`` and for tensors that carry a forward-mode tangent.
+
+    Torch would loop over a vmap, and give no tangent at all without a word.
+    """
+    if torch._C._are_functorch_transforms_active():
+        raise UnsupportedProblemError(
+            f"{operation} is called inside a transform of torch.func (grad, vjp, jvp, vmap, ...), which it does not "
+            "support; use .backward() or torch.autograd.grad, and a batch dimension or packed documents for vmap"
+        )
+    if forward_ad._current_level >= 0 and any(
+        tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors
+    ):
+        raise UnsupportedProblemError(
+            f"{operation} is given a tensor with a forward-mode tangent, and has no forward-mode derivative; use "
+            ".backward() or torch.autograd.grad"
+        )
 
 
 def check_dtype(name: str, tensor: torch.Tensor, accepted: tuple[torch.dtype, ...], advice: str) -> None:
@@ -58,9 +87,7 @@ def kernel_dtype(name: str, tensor: torch.Tensor) -> str:
 
 def check_attention_shapes(q, k, v, g, beta) -> None:
     """Raise unless q, k, v, g and beta are tensors of one dtype, one device and shapes that belong together."""
-    for name, tensor in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta)):
-        if not isinstance(tensor, torch.Tensor):
-            raise UnsupportedProblemError(f"{name} is {type(tensor).__name__}; give a tensor")
+    check_required(q=q, k=k, v=v, g=g, beta=beta)
     for name, tensor in (("q", q), ("v", v)):
         if tensor.dim() != 4:
             raise UnsupportedProblemError(f"{name} has shape {_shape(tensor)}; give [B, T, heads, channels]")
@@ -134,23 +161,33 @@ def check_plan_boundaries(
 
 
 def _check_given_boundaries(plan: Plan, cu_seqlens: torch.Tensor | None) -> None:
-    # A CUDA tensor's content is not compared: that copy to the host is what the plan exists to avoid.
-    if cu_seqlens is None:
+    # Content on a GPU is not compared: that copy to the host is what the plan exists to avoid. Nor is it in a trace.
+    if cu_seqlens is None or torch.compiler.is_compiling():
         return
     if not isinstance(cu_seqlens, torch.Tensor):
         raise UnsupportedProblemError(
             f"cu_seqlens is {type(cu_seqlens).__name__}; give an int32 or int64 tensor [N + 1]"
         )
-    if cu_seqlens.numel() != plan.num_documents + 1:
-        raise PlanMismatchError(
-            f"cu_seqlens has {cu_seqlens.numel()} entries; the plan was made for {plan.num_documents} documents"
+    given, planned = cu_seqlens.numel(), plan.num_documents + 1
+    if given != planned and not (plan.has_spare_rows and 1 <= given < planned):
+        raise PlanMismatchError(f"cu_seqlens has {given} entries; the plan was made for {plan.num_documents} documents")
+    if cu_seqlens.device.type == "cpu" and not plan.may_hold(boundaries_of(cu_seqlens)):
+        raise PlanMismatchError("cu_seqlens differs from the boundaries that the plan holds; make or update a plan")
+
+
+def pack_boundaries(tokens: int, cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor | None = None) -> list[int]:
+    """Return the boundaries of a pack that is given without a plan; raises unless they end at ``tokens``."""
+    if torch.compiler.is_compiling():
+        raise UnsupportedProblemError(
+            "cu_seqlens inside torch.compile would be copied to the host; call make_plan outside and pass the plan"
         )
-    if cu_seqlens.device.type == "cpu" and tuple(boundaries_of(cu_seqlens)) != plan.boundaries:
-        raise PlanMismatchError("cu_seqlens differs from the boundaries that the plan was made for; make a new plan")
+    boundaries = boundaries_of(cu_seqlens, cu_seqlens_cpu)
+    check_boundaries(boundaries, tokens)
+    return boundaries
 
 
-def plan_for(q: torch.Tensor, v: torch.Tensor, cu_seqlens, cu_seqlens_cpu, plan: Plan | None) -> Plan:
-    """Return the given plan if it fits the inputs, else the plan of cu_seqlens, else of a batch of equal lengths.
+def plan_for(q: torch.Tensor, v: torch.Tensor, cu_seqlens, cu_seqlens_cpu, plan: Plan | None) -> Plan | BatchTables:
+    """Return the given plan if it fits the inputs, else that of cu_seqlens, else the tables of equal lengths.
 
     Raises PlanMismatchError when plan and inputs disagree.
     """
@@ -170,8 +207,6 @@ def plan_for(q: torch.Tensor, v: torch.Tensor, cu_seqlens, cu_seqlens_cpu, plan:
     if cu_seqlens is None and cu_seqlens_cpu is not None:
         raise UnsupportedProblemError("cu_seqlens_cpu is given without cu_seqlens; it is only its copy: give both")
     if cu_seqlens is None:
-        boundaries = [tokens * index for index in range(batch + 1)]
-    else:
-        boundaries = boundaries_of(cu_seqlens, cu_seqlens_cpu)
-        check_boundaries(boundaries, tokens)
+        return tables_of_batch(batch, tokens, value_heads, head_dim, q.device)
+    boundaries = pack_boundaries(tokens, cu_seqlens, cu_seqlens_cpu)
     return plan_of_boundaries(boundaries, PlanHeads(heads, value_heads, head_dim), q.device)

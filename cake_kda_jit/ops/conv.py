@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +23,9 @@ from .select import select_conv
 class ConvInputs:
     """x ``[T, D]``, weight ``[D, W]``, bias ``[D]``, initial_state ``[N, D, W - 1]``, cu_seqlens ``[N + 1]``.
 
-    bias and initial_state may be None.
+    A batch dimension may stand before x's T if both can be counted as one.
+    bias and initial_state may be None. ``has_spare_rows``: the last document may end before x does; such rows of y and
+    dx are 0.
     """
 
     x: torch.Tensor
@@ -30,17 +33,27 @@ class ConvInputs:
     bias: torch.Tensor | None
     initial_state: torch.Tensor | None
     cu_seqlens: torch.Tensor
+    has_spare_rows: bool
     use_silu: bool
-    state_dtype: torch.dtype
+
+    @property
+    def num_tokens(self) -> int:
+        """T, those of a batch together."""
+        return math.prod(self.x.shape[:-1])
+
+    @property
+    def state_dtype(self) -> torch.dtype:
+        """The dtype of both states: initial_state's, x's without one."""
+        return self.x.dtype if self.initial_state is None else self.initial_state.dtype
 
     def state_shape(self) -> tuple[int, int, int]:
         """``[N, D, W - 1]``."""
-        return (self.cu_seqlens.shape[0] - 1, self.x.shape[1], self.weight.shape[1] - 1)
+        return (self.cu_seqlens.shape[0] - 1, self.x.shape[-1], self.weight.shape[1] - 1)
 
     def problem(self) -> ConvProblem:
         """What must be solved, for ``select``."""
         arch = arch_of_device(self.x.device).name
-        return ConvProblem(arch, DTYPE_NAMES[self.x.dtype], self.x.shape[1], self.weight.shape[1])
+        return ConvProblem(arch, DTYPE_NAMES[self.x.dtype], self.x.shape[-1], self.weight.shape[1])
 
     def values(self, family: str) -> dict[str, object]:
         """The values of the argument fields that both programs share in a family."""
@@ -50,8 +63,8 @@ class ConvInputs:
             "bias": address(self.bias),
             "initial_state": address(self.initial_state),
             "cu_seqlens": self.cu_seqlens.data_ptr(),
-            "x_strides": self.x.stride(),
-            "num_channels": self.x.shape[1],
+            "x_strides": self.x.stride()[-2:],
+            "num_channels": self.x.shape[-1],
             "num_documents": self.cu_seqlens.shape[0] - 1,
             "width": self.weight.shape[1],
             "use_silu": int(self.use_silu),
@@ -60,15 +73,22 @@ class ConvInputs:
         }
         if family == "cpu":
             return values
-        return values | {"num_tokens": self.x.shape[0], "tile_tokens": tile_tokens(*self.x.shape)}
+        return values | {"num_tokens": self.num_tokens, "tile_tokens": tile_tokens(self.num_tokens, self.x.shape[-1])}
+
+
+def _rows_like_x(inputs: ConvInputs) -> torch.Tensor:
+    x = inputs.x
+    # The programs write no row behind the last document.
+    make = torch.zeros if inputs.has_spare_rows else torch.empty
+    return make(x.shape, dtype=x.dtype, device=x.device)
 
 
 def conv_forward(inputs: ConvInputs, *, output_final_state: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Launch the forward; returns y ``[T, D]`` and the final state ``[N, D, W - 1]`` where it is wanted."""
     x = inputs.x
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = _rows_like_x(inputs)
     final_state = x.new_empty(inputs.state_shape(), dtype=inputs.state_dtype) if output_final_state else None
-    if x.shape[0] == 0:
+    if inputs.num_tokens == 0:
         if final_state is not None:
             final_state.zero_() if inputs.initial_state is None else final_state.copy_(inputs.initial_state)
         return y, final_state
@@ -83,11 +103,11 @@ def conv_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Launch the backward; returns dx, dweight, dbias and dinitial_state, None where the input is absent."""
     x = inputs.x
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dx = _rows_like_x(inputs)
     dweight = torch.empty_like(inputs.weight)
     dbias = None if inputs.bias is None else torch.empty_like(inputs.bias)
     dinitial_state = None if inputs.initial_state is None else torch.empty_like(inputs.initial_state)
-    if x.shape[0] == 0:
+    if inputs.num_tokens == 0:
         for tensor in (dweight, dbias, dinitial_state):
             if tensor is not None:
                 tensor.zero_()
@@ -98,7 +118,7 @@ def conv_backward(
     family = chosen.record.family
     values = inputs.values(family) | {
         "dy": dy.data_ptr(),
-        "dy_strides": dy.stride(),
+        "dy_strides": dy.stride()[-2:],
         "dfinal_state": address(dfinal_state),
         "dx": dx.data_ptr(),
         "dweight": dweight.data_ptr(),
@@ -106,7 +126,8 @@ def conv_backward(
         "dinitial_state": address(dinitial_state),
     }
     if family != "cpu":
-        workspace = x.new_empty(workspace_bytes(*x.shape, inputs.weight.shape[1]), dtype=torch.uint8)
+        num_bytes = workspace_bytes(inputs.num_tokens, x.shape[-1], inputs.weight.shape[1])
+        workspace = x.new_empty(num_bytes, dtype=torch.uint8)
         values |= {"workspace": workspace.data_ptr(), "workspace_bytes": workspace.nbytes}
     launch(chosen.record, chosen.reason, values, x.device)
     return dx, dweight, dbias, dinitial_state

@@ -9,7 +9,6 @@ import torch
 from .inputs import Inputs
 from .pipeline import Pipeline, Tiles, tile_dtype
 from .problem import KdaOptions
-from .select import select_attention
 from .workspace import HeadBlock, head_blocks, tile_bytes_per_head
 
 
@@ -32,7 +31,9 @@ class Context:
     def block(self, name: str, block: HeadBlock) -> torch.Tensor | None:
         """Return a kept tile tensor's heads of a block, or None."""
         tensor = getattr(self, name)
-        return None if tensor is None else tensor[block.first : block.first + block.count]
+        if tensor is None or tensor.shape[0] == block.count:
+            return tensor
+        return tensor[block.first : block.first + block.count]
 
 
 CONTEXT_NAMES = tuple(field.name for field in fields(Context))
@@ -43,24 +44,31 @@ def num_checkpoints(num_chunks: int, num_segments: int, checkpoint_tokens: int) 
     return num_chunks * 64 // checkpoint_tokens + num_segments
 
 
-def context_shapes(inputs: Inputs, backward: str | None, checkpoint_tokens: int) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor that a forward keeps; ``backward`` None keeps nothing."""
-    heads, head_dim, chunks = inputs.num_value_heads, inputs.head_dim, inputs.chunk_table.shape[0]
+def kept_names(backward: str | None, num_summaries: int) -> tuple[str, ...]:
+    """Return the names of what a forward keeps, in the order of CONTEXT_NAMES; ``backward`` None keeps nothing."""
     if backward is None:
-        return {}
-    shapes = {"Tinv": (heads, chunks, 64, 64)}
-    if backward == "saved":
-        shapes |= {
-            "Aqk": (heads, chunks, 64, 64),
-            "h": (heads, chunks, head_dim, head_dim),
-            "v_new": (heads, chunks, 64, head_dim),
-        }
-    else:
-        rows = num_checkpoints(chunks, inputs.segment_table.shape[0], checkpoint_tokens)
-        shapes["checkpoints"] = (rows, heads, head_dim, head_dim)
-    if inputs.num_summaries:
-        shapes["M"] = (inputs.num_summaries, heads, head_dim, head_dim)
-    return shapes
+        return ()
+    names = ("Tinv", "Aqk", "h", "v_new") if backward == "saved" else ("Tinv", "checkpoints")
+    return (*names, "M") if num_summaries else names
+
+
+def context_shapes(inputs: Inputs, backward: str | None, checkpoint_tokens: int) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every tensor that a forward keeps, in the order of ``kept_names``."""
+    heads, head_dim, chunks = inputs.num_value_heads, inputs.head_dim, inputs.chunk_table.shape[0]
+    shapes = {
+        "Tinv": (heads, chunks, 64, 64),
+        "Aqk": (heads, chunks, 64, 64),
+        "h": (heads, chunks, head_dim, head_dim),
+        "v_new": (heads, chunks, 64, head_dim),
+        "checkpoints": (
+            num_checkpoints(chunks, inputs.segment_table.shape[0], checkpoint_tokens),
+            heads,
+            head_dim,
+            head_dim,
+        ),
+        "M": (inputs.num_summaries, heads, head_dim, head_dim),
+    }
+    return {name: shapes[name] for name in kept_names(backward, inputs.num_summaries)}
 
 
 def context_dtype(name: str, shapes: dict[str, tuple[int, ...]], device: torch.device) -> torch.dtype:
@@ -74,25 +82,11 @@ def chunk_forward(
     """Launch the forward; returns o ``[T, HV, V]``, the final state if wanted, and what the backward needs if kept."""
     inputs = pipeline.inputs
     device = inputs.v.device
-    if keep:
-        # A target without a backward is refused here, not after the forward of a whole model.
-        select_attention("chunk_grad", inputs.problem(), pipeline.family)
-    o = torch.empty(inputs.v.shape, dtype=inputs.v.dtype, device=device)
+    o = inputs.empty_rows(inputs.v)
     final_state = None
     if output_final_state:
         final_state = torch.empty(inputs.state_shape(), dtype=torch.float32, device=device)
-    shapes = context_shapes(inputs, options.backward if keep else None, options.checkpoint_tokens)
-    # Some rows are written by nothing: checkpoints are numbered without a table, which leaves gaps between segments,
-    # and M of a document's first segment is not needed without an initial state. They are zeros, so that an operator's
-    # outputs are the same bytes in every run.
-    context = Context(
-        **{
-            name: (torch.zeros if name in ("checkpoints", "M") else torch.empty)(
-                shape, dtype=context_dtype(name, shapes, device), device=device
-            )
-            for name, shape in shapes.items()
-        }
-    )
+    context = make_context(inputs, options, keep)
     if pipeline.num_chunks == 0:
         if final_state is not None:
             final_state.zero_() if inputs.initial_state is None else final_state.copy_(inputs.initial_state)
@@ -116,17 +110,27 @@ def chunk_forward(
     return o, final_state, context
 
 
+def make_context(inputs: Inputs, options: KdaOptions, keep: bool) -> Context:
+    """Return the tensors that a forward will fill for its backward; none unless ``keep``."""
+    device = inputs.v.device
+    shapes = context_shapes(inputs, options.backward if keep else None, options.checkpoint_tokens)
+    # Some rows are written by nothing: checkpoints are numbered without a table, which leaves gaps between segments,
+    # and M of a document's first segment is not needed without an initial state. They are zeros, so that an operator's
+    # outputs are the same bytes in every run.
+    return Context(
+        **{
+            name: (torch.zeros if name in ("checkpoints", "M") else torch.empty)(
+                shape, dtype=context_dtype(name, shapes, device), device=device
+            )
+            for name, shape in shapes.items()
+        }
+    )
+
+
 def make_tiles(pipeline: Pipeline, block: HeadBlock, context: Context) -> Tiles:
     """Return empty tiles of a block; Aqk and Tinv are the context's own where it keeps them."""
     kept = {name: context.block(name, block) for name in ("Aqk", "Tinv")}
-    return Tiles(
-        ke=pipeline.rows(block),
-        qg=pipeline.rows(block),
-        kg=pipeline.rows(block),
-        Aqk=pipeline.squares(block) if kept["Aqk"] is None else kept["Aqk"],
-        Tinv=pipeline.squares(block) if kept["Tinv"] is None else kept["Tinv"],
-        decay_total=pipeline.totals(block),
-    )
+    return pipeline.make_tiles(block, "ke", "qg", "kg", "decay_total", **kept)
 
 
 class _Summaries:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -11,12 +12,23 @@ from .checks import DTYPE_NAMES
 from .problem import AttentionProblem
 
 
+def joined(tensor: torch.Tensor, rank: int) -> torch.Tensor:
+    """Return a tensor whose dimensions before the last ``rank - 1`` can be counted as one, of tokens.
+
+    It is the given one wherever its strides allow that: no view, which autograd would have to differentiate.
+    """
+    if tensor.dim() == rank or tensor.shape[0] == 1 or tensor.stride(0) == tensor.shape[1] * tensor.stride(1):
+        return tensor
+    return tensor.contiguous()
+
+
 @dataclass(frozen=True)
 class Inputs:
     """q, k ``[T, H, K]``, v ``[T, HV, V]``, g ``[T, HV, K]``, beta ``[T, HV]``; gate parameters fp32 or None.
 
+    A batch dimension may stand before T if both can be counted as one.
     ``q`` or ``v`` may be None where only summaries are wanted. The rest are the plan's tables; ``num_summaries`` is the
-    number of segments that have a summary row.
+    number of summary rows. ``has_spare_rows``: the pack may end before the tensors do; such rows of outputs are 0.
     """
 
     q: torch.Tensor | None
@@ -31,34 +43,46 @@ class Inputs:
     segment_table: torch.Tensor
     summary_offsets: torch.Tensor
     num_summaries: int
+    has_spare_rows: bool = False
 
-    @property
+    @cached_property
+    def device(self) -> torch.device:
+        """Of every tensor."""
+        return self.k.device
+
+    def empty_rows(self, like: torch.Tensor) -> torch.Tensor:
+        """Return a contiguous output with a row per token: 0 where programs may write none, else not initialised."""
+        make = torch.zeros if self.has_spare_rows else torch.empty
+        return make(like.shape, dtype=like.dtype, device=self.device)
+
+    @cached_property
     def num_documents(self) -> int:
         """N."""
         return self.summary_offsets.shape[0] - 1
 
-    @property
+    @cached_property
     def num_heads(self) -> int:
         """H."""
-        return self.k.shape[1]
+        return self.k.shape[-2]
 
-    @property
+    @cached_property
     def num_value_heads(self) -> int:
         """HV."""
-        return self.g.shape[1]
+        return self.g.shape[-2]
 
-    @property
+    @cached_property
     def head_dim(self) -> int:
         """K = V."""
-        return self.k.shape[2]
+        return self.k.shape[-1]
 
     def state_shape(self) -> tuple[int, int, int, int]:
         """``[N, HV, K, V]``."""
         return (self.num_documents, self.num_value_heads, self.head_dim, self.head_dim)
 
+    @cached_property
     def problem(self) -> AttentionProblem:
         """What must be solved, for ``select``."""
-        arch = arch_of_device(self.k.device).name
+        arch = arch_of_device(self.device).name
         return AttentionProblem(arch, DTYPE_NAMES[self.k.dtype], self.num_heads, self.num_value_heads, self.head_dim)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -15,9 +16,9 @@ from .select import select_attention, select_plain, select_walk
 from .workspace import HeadBlock
 
 
-def address(tensor: torch.Tensor | None) -> int | None:
-    """Return a tensor's address, None (a null pointer) for an absent tensor."""
-    return None if tensor is None else tensor.data_ptr()
+def address(tensor: torch.Tensor | int | None) -> int | None:
+    """Return a tensor's address, None (a null pointer) for an absent tensor; an address is returned as it is."""
+    return tensor if tensor is None or isinstance(tensor, int) else tensor.data_ptr()
 
 
 def tile_dtype(device: torch.device) -> torch.dtype:
@@ -30,56 +31,85 @@ def tile_dtype(device: torch.device) -> torch.dtype:
 
 @dataclass
 class Tiles:
-    """Chunk tiles of one head block, ``[HB, chunks, ...]``; None where a tile is not wanted or not read."""
+    """Chunk tiles of one head block, ``[HB, chunks, ...]``; None where a tile is not wanted or not read.
 
-    ke: torch.Tensor | None = None
-    qg: torch.Tensor | None = None
-    kg: torch.Tensor | None = None
-    Aqk: torch.Tensor | None = None
-    Tinv: torch.Tensor | None = None
-    decay_total: torch.Tensor | None = None
+    A tile is a tensor, or its address in ``memory``.
+    """
+
+    ke: torch.Tensor | int | None = None
+    qg: torch.Tensor | int | None = None
+    kg: torch.Tensor | int | None = None
+    Aqk: torch.Tensor | int | None = None
+    Tinv: torch.Tensor | int | None = None
+    decay_total: torch.Tensor | int | None = None
+    memory: torch.Tensor | None = None
 
     def values(self) -> dict[str, object]:
         """The values of the argument fields of prepared tiles."""
-        return {name: address(tensor) for name, tensor in vars(self).items()}
+        return {
+            "ke": address(self.ke),
+            "qg": address(self.qg),
+            "kg": address(self.kg),
+            "Aqk": address(self.Aqk),
+            "Tinv": address(self.Tinv),
+            "decay_total": address(self.decay_total),
+        }
 
 
 @dataclass(frozen=True)
 class Pipeline:
     """One packed attention call on its way through the programs.
 
-    ``family`` forces a family, None lets ``select`` choose.
+    ``family`` forces a family, None lets ``select`` choose. ``transfer_walk`` and ``precision_mode`` name the walk, as
+    in ``select_walk``.
     """
 
     inputs: Inputs
     transforms: Transforms
     family: str | None
+    transfer_walk: str | None = None
+    precision_mode: int = 0
 
-    @property
+    @cached_property
     def tile_dtype(self) -> torch.dtype:
         """The dtype in which the programs keep their tiles."""
-        return tile_dtype(self.inputs.k.device)
+        return tile_dtype(self.inputs.device)
 
-    @property
+    @cached_property
     def num_chunks(self) -> int:
         """Chunks of the pack."""
         return self.inputs.chunk_table.shape[0]
+
+    def make_tiles(self, block: HeadBlock, *names: str, **given: torch.Tensor | None) -> Tiles:
+        """Return the named tiles, cut from one allocation, beside those given; what is given as None is cut too.
+
+        An allocation for each would take the host longer than the launches that use them.
+        """
+        named = [*names, *(name for name, tensor in given.items() if tensor is None)]
+        addresses, num_bytes = {}, 0
+        for name in named:
+            addresses[name] = num_bytes
+            num_bytes += block.count * self._tile_bytes[name]
+        memory = self._empty((num_bytes,), torch.uint8)
+        start = memory.data_ptr()
+        given = {name: tensor for name, tensor in given.items() if tensor is not None}
+        return Tiles(**{name: start + offset for name, offset in addresses.items()}, **given, memory=memory)
+
+    @cached_property
+    def _tile_bytes(self) -> dict[str, int]:
+        """Bytes of each tile per value head: multiples of 256, so that every tile of one allocation is aligned."""
+        element, chunk, head_dim = self.tile_dtype.itemsize, self.num_chunks * CHUNK_TOKENS, self.inputs.head_dim
+        rows, squares = chunk * head_dim * element, chunk * CHUNK_TOKENS * element
+        totals = self.num_chunks * head_dim * 4
+        return {"ke": rows, "qg": rows, "kg": rows, "Aqk": squares, "Tinv": squares, "decay_total": totals}
 
     def rows(self, block: HeadBlock) -> torch.Tensor:
         """Return an empty tile tensor ``[HB, chunks, 64, K]``."""
         return self._tile(block, CHUNK_TOKENS, self.inputs.head_dim)
 
-    def squares(self, block: HeadBlock) -> torch.Tensor:
-        """Return an empty tile tensor ``[HB, chunks, 64, 64]``."""
-        return self._tile(block, CHUNK_TOKENS, CHUNK_TOKENS)
-
     def states(self, block: HeadBlock) -> torch.Tensor:
         """Return an empty tile tensor ``[HB, chunks, V, K]``."""
         return self._tile(block, self.inputs.head_dim, self.inputs.head_dim)
-
-    def totals(self, block: HeadBlock) -> torch.Tensor:
-        """Return an empty fp32 tensor ``[HB, chunks, K]``."""
-        return self._empty((block.count, self.num_chunks, self.inputs.head_dim), torch.float32)
 
     def summaries(self) -> torch.Tensor:
         """Return an empty fp32 tensor ``[summary rows, HV, K, K]``."""
@@ -91,7 +121,7 @@ class Pipeline:
         inputs, transforms = self.inputs, self.transforms
         self._launch(
             "chunk_prepare",
-            tiles.values() | self._strided("q", "k", "g", "beta") | self._block(block) | self._gate() | self._beta(),
+            tiles.values() | self._strided("q", "k", "g", "beta") | self._block(block) | self._gate | self._beta,
             chunk_table=inputs.chunk_table.data_ptr(),
             num_chunks=self.num_chunks,
             scale=transforms.scale,
@@ -109,7 +139,7 @@ class Pipeline:
         """``chunk_scan``: states, v' and o of a block; ``outputs`` are o, final_state, h, v_new, checkpoints."""
         self._launch(
             "chunk_scan",
-            tiles.values() | self._strided("v", "beta") | self._tables() | self._block(block) | self._beta(),
+            tiles.values() | self._strided("v", "beta") | self._tables | self._block(block) | self._beta,
             initial_state=address(self.inputs.initial_state),
             segment_entry=address(segment_entry),
             checkpoint_chunks=checkpoint_tokens // CHUNK_TOKENS,
@@ -120,9 +150,9 @@ class Pipeline:
         """``segment_summary``: M and B of a block's segments, or D in B where ``do`` is given."""
         self._launch(
             "segment_summary",
-            tiles.values() | self._strided("v", "beta") | self._tables() | self._block(block) | self._beta(),
+            tiles.values() | self._strided("v", "beta") | self._tables | self._block(block) | self._beta,
             do_=address(do),
-            do_strides=(0, 0, 0) if do is None else do.stride(),
+            do_strides=(0, 0, 0) if do is None else do.stride()[-3:],
             M=address(M),
             B=address(B),
             backward=int(do is not None),
@@ -132,8 +162,14 @@ class Pipeline:
     def walk(self, block: HeadBlock, M: torch.Tensor, B: torch.Tensor, initial, *, transpose: bool) -> torch.Tensor:
         """``transfer_walk`` of a block over each document's segments; returns what enters each."""
         inputs = self.inputs
-        num_walks = inputs.num_documents * block.count
-        chosen = select_walk(inputs.problem().arch, None, 0, self.family, num_walks=num_walks, head_dim=inputs.head_dim)
+        chosen = select_walk(
+            inputs.problem.arch,
+            self.transfer_walk,
+            self.precision_mode,
+            self.family,
+            num_walks=inputs.num_documents * block.count,
+            head_dim=inputs.head_dim,
+        )
         entry = torch.empty_like(B)
         values = {
             "M": M.data_ptr(),
@@ -163,9 +199,9 @@ class Pipeline:
         """``grad_scan``: dS, z, dinitial_state, and h and v' again where checkpoints are given."""
         self._launch(
             "grad_scan",
-            tiles.values() | self._strided("v", "beta") | self._tables() | self._block(block) | self._beta(),
+            tiles.values() | self._strided("v", "beta") | self._tables | self._block(block) | self._beta,
             do_=do.data_ptr(),
-            do_strides=do.stride(),
+            do_strides=do.stride()[-3:],
             checkpoint_chunks=checkpoint_tokens // CHUNK_TOKENS,
             **{name: address(tensor) for name, tensor in tensors.items()},
         )
@@ -175,9 +211,9 @@ class Pipeline:
         inputs, transforms = self.inputs, self.transforms
         self._launch(
             "chunk_grad",
-            self._strided("q", "k", "v", "g", "beta") | self._block(block) | self._gate() | self._beta(),
+            self._strided("q", "k", "v", "g", "beta") | self._block(block) | self._gate | self._beta,
             do_=do.data_ptr(),
-            do_strides=do.stride(),
+            do_strides=do.stride()[-3:],
             chunk_table=inputs.chunk_table.data_ptr(),
             num_chunks=self.num_chunks,
             scale=transforms.scale,
@@ -188,7 +224,7 @@ class Pipeline:
     def reduce_parameters(self, partial_A_log, partial_dt_bias, dA_log, ddt_bias) -> None:
         """``parameter_reduce``: dA_log and ddt_bias from the chunks' partial sums."""
         inputs = self.inputs
-        chosen = select_plain("parameter_reduce", "fp32", inputs.problem().arch, self.family)
+        chosen = select_plain("parameter_reduce", "fp32", inputs.problem.arch, self.family)
         values = {
             "partial_A_log": address(partial_A_log),
             "partial_dt_bias": address(partial_dt_bias),
@@ -198,17 +234,17 @@ class Pipeline:
             "num_value_heads": inputs.num_value_heads,
             "head_dim": inputs.head_dim,
         }
-        launch(chosen.record, chosen.reason, values, inputs.k.device)
+        launch(chosen.record, chosen.reason, values, inputs.device)
 
     def _launch(self, program: str, groups: dict[str, object], **values: object) -> None:
-        chosen = select_attention(program, self.inputs.problem(), self.family)
-        launch(chosen.record, chosen.reason, groups | values, self.inputs.k.device)
+        chosen = select_attention(program, self.inputs.problem, self.family)
+        launch(chosen.record, chosen.reason, groups | values, self.inputs.device)
 
     def _tile(self, block: HeadBlock, rows: int, columns: int) -> torch.Tensor:
         return self._empty((block.count, self.num_chunks, rows, columns), self.tile_dtype)
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.inputs.k.device)
+        return torch.empty(shape, dtype=dtype, device=self.inputs.device)
 
     def _strided(self, *names: str) -> dict[str, object]:
         values: dict[str, object] = {}
@@ -216,9 +252,10 @@ class Pipeline:
             tensor = getattr(self.inputs, name)
             values[name] = address(tensor)
             rank = 2 if name == "beta" else 3
-            values[name + "_strides"] = (0,) * rank if tensor is None else tensor.stride()
+            values[name + "_strides"] = (0,) * rank if tensor is None else tensor.stride()[-rank:]
         return values
 
+    @cached_property
     def _tables(self) -> dict[str, object]:
         inputs = self.inputs
         return {
@@ -237,6 +274,7 @@ class Pipeline:
             "num_block_heads": block.count,
         }
 
+    @cached_property
     def _gate(self) -> dict[str, object]:
         inputs, transforms = self.inputs, self.transforms
         return {
@@ -247,6 +285,7 @@ class Pipeline:
             "lower_bound": transforms.lower_bound or 0.0,
         }
 
+    @cached_property
     def _beta(self) -> dict[str, object]:
         return {
             "beta_dtype": DTYPE_CODES[DTYPE_NAMES[self.inputs.beta.dtype]],

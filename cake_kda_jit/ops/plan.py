@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple
 
 import torch
 
-from .. import config
 from ..errors import UnsupportedProblemError
-from ..runtime.device import arch_of_device
-from ..runtime.launch import launch, operation
+from ..runtime.launch import operation
+from .operators import untraced
+from .pack import MAX_TOKENS, check_boundaries
 from .problem import CHUNK_TOKENS
-from .select import SegmentRule, segment_rule, select_plain
+from .select import SegmentRule, segment_rule
+from .tables import Tables, empty_tables, most_rows, rows_of_batch, rows_of_lengths, write_tables
 
 HEAD_DIMS = (64, 128)
-_MAX_TOKENS = 2**31 - 1
 
 
 @dataclass(frozen=True)
 class Plan:
     """Tables of one pack. Made by ``make_plan``; immutable, hashable, picklable.
 
-    ``boundaries`` are the N + 1 document boundaries in tokens, ``rule`` how documents are cut into segments. The tables
-    are on ``device``: ``cu_seqlens`` int64 ``[N + 1]``, ``chunk_table`` and ``segment_table`` int32 ``[*, 4]``,
-    ``summary_offsets`` int64 ``[N + 1]``.
+    ``boundaries`` are the N + 1 document boundaries in tokens, ``num_tokens`` T, ``rule`` how documents are cut into
+    segments. The tables are on ``device``: ``cu_seqlens`` int64 ``[N + 1]``, ``chunk_table`` and ``segment_table``
+    int32 ``[*, 4]``, ``summary_offsets`` int64 ``[N + 1]``.
     """
 
-    boundaries: tuple[int, ...]
+    boundaries: tuple[int, ...] | None
+    num_tokens: int
     num_heads: int
     num_value_heads: int
     head_dim: int
@@ -38,15 +40,13 @@ class Plan:
     segment_table: torch.Tensor = field(compare=False, repr=False)
     summary_offsets: torch.Tensor = field(compare=False, repr=False)
 
+    has_spare_rows: ClassVar[bool] = False
+    """Whether the pack may end before the tensors do."""
+
     @property
     def num_documents(self) -> int:
         """N, empty documents included."""
-        return len(self.boundaries) - 1
-
-    @property
-    def num_tokens(self) -> int:
-        """T, the pack's length."""
-        return self.boundaries[-1]
+        return self.cu_seqlens.shape[0] - 1
 
     @property
     def num_chunks(self) -> int:
@@ -58,24 +58,99 @@ class Plan:
         """Segments; a document has at least one."""
         return self.segment_table.shape[0]
 
+    def may_hold(self, boundaries: list[int]) -> bool:
+        """Whether the plan is of these boundaries, as far as the host knows."""
+        return tuple(boundaries) == self.boundaries
 
-def check_boundaries(boundaries: list[int], total: int | None = None, name: str = "cu_seqlens", unit: str = "tokens"):
-    """Raise UnsupportedProblemError unless boundaries start at 0, never decrease and end at ``total`` units."""
-    if not boundaries or boundaries[0] != 0:
-        given = boundaries[0] if boundaries else "nothing"
-        raise UnsupportedProblemError(f"{name} starts with {given}; it must start with 0")
-    for index, (start, end) in enumerate(zip(boundaries, boundaries[1:])):
-        if end < start:
-            raise UnsupportedProblemError(
-                f"{name}[{index + 1}] = {end} is below {name}[{index}] = {start}; boundaries must never decrease"
-            )
-    if total is not None and boundaries[-1] != total:
+    def update(self, cu_seqlens: torch.Tensor) -> None:
+        """Refused: only a capacity plan can take another pack."""
         raise UnsupportedProblemError(
-            f"{name} ends at {boundaries[-1]} but the inputs hold {total} {unit}; the last boundary must equal their "
-            "number"
+            "this plan is of one pack and never changes; make a new one, or give make_plan max_documents and max_tokens"
         )
-    if boundaries[-1] > _MAX_TOKENS:
-        raise UnsupportedProblemError(f"a pack of {boundaries[-1]} {unit}; at most {_MAX_TOKENS} fit one call")
+
+
+@dataclass(frozen=True, eq=False)
+class CapacityPlan(Plan):
+    """A plan for every pack of at most ``num_documents`` documents and ``num_tokens`` tokens, one after the other.
+
+    Made by ``make_plan`` with ``max_documents`` and ``max_tokens``. All sizes are those of the maxima, so a CUDA graph
+    that was captured with it serves every pack. ``boundaries`` is None; ``limits`` int64 ``[N + 1]`` is the most that
+    each boundary may be. Two of them are equal if they are one object.
+    """
+
+    limits: torch.Tensor = field(repr=False)
+
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+    has_spare_rows: ClassVar[bool] = True
+
+    def may_hold(self, boundaries: list[int]) -> bool:
+        """Whether the plan is of these boundaries; the tables on a GPU are not read, so there the answer is yes."""
+        missing = [boundaries[-1]] * (self.cu_seqlens.shape[0] - len(boundaries))
+        return self.device.type != "cpu" or boundaries + missing == self.cu_seqlens.tolist()
+
+    @untraced
+    def update(self, cu_seqlens: torch.Tensor) -> None:
+        """Take another pack, in place and without a copy to the host: int32 or int64 ``[N + 1]``, N <= num_documents.
+
+        It may be captured into a CUDA graph if ``cu_seqlens`` is on the plan's device. A tensor on the CPU is checked
+        here; the content of one on a GPU is checked there, by an assertion that stops the device. A backward of a
+        forward before the update raises torch's error for tensors changed in place.
+
+        Raises UnsupportedProblemError for what is no pack of this capacity.
+        """
+        _check_table("cu_seqlens", cu_seqlens)
+        given = cu_seqlens.shape[0]
+        if not 1 <= given <= self.cu_seqlens.shape[0]:
+            raise UnsupportedProblemError(
+                f"cu_seqlens has {given} entries; this plan holds 1 to {self.num_documents + 1}: make one with more "
+                "max_documents"
+            )
+        is_on_host = cu_seqlens.device.type == "cpu"
+        if is_on_host:
+            boundaries = cu_seqlens.tolist()
+            self._check_boundaries(boundaries)
+            # A copy of our own: one from pinned memory could be read after the caller has changed it.
+            cu_seqlens = torch.tensor(boundaries, dtype=torch.int64, device="cpu")
+        with torch.no_grad(), operation():
+            self.cu_seqlens[:given].copy_(cu_seqlens, non_blocking=True)
+            if given <= self.num_documents:
+                # Documents that the pack lacks are empty ones at its end.
+                self.cu_seqlens[given:].copy_(self.cu_seqlens[given - 1 : given])
+            if not is_on_host:
+                self._assert_boundaries()
+            tables = Tables(self.chunk_table, self.segment_table, self.summary_offsets)
+            write_tables(tables, self.cu_seqlens, self.rule, False)
+            for table in tables:
+                torch.autograd.graph.increment_version(table)
+
+    def _check_boundaries(self, boundaries: list[int]) -> None:
+        check_boundaries(boundaries)
+        if boundaries[-1] > self.num_tokens:
+            raise UnsupportedProblemError(
+                f"cu_seqlens ends at {boundaries[-1]}; this plan holds {self.num_tokens} tokens: make one with more "
+                "max_tokens"
+            )
+
+    def _assert_boundaries(self) -> None:
+        # In few launches: boundaries are a pack's if no maximum of those before and no limit changes them.
+        allowed = torch.minimum(self.cu_seqlens.cummax(0).values.clamp(min=0), self.limits)
+        torch._assert_async(
+            (allowed == self.cu_seqlens).all(),
+            f"cu_seqlens of a capacity plan must start at 0, never decrease and end at {self.num_tokens} or before",
+        )
+
+
+class BatchTables(NamedTuple):
+    """What a call needs of a plan, for a batch of equal lengths; named as in ``Plan``."""
+
+    chunk_table: torch.Tensor
+    segment_table: torch.Tensor
+    summary_offsets: torch.Tensor
+    num_summaries: int
+    num_documents: int
+    has_spare_rows: bool = False
 
 
 def _check_table(name: str, value: torch.Tensor) -> None:
@@ -114,6 +189,8 @@ def make_plan(
     device: torch.device | str,
     cu_seqlens_cpu: torch.Tensor | None = None,
     segment_tokens: int | None = None,
+    max_documents: int | None = None,
+    max_tokens: int | None = None,
 ) -> Plan:
     """Return the tables of a pack of documents, to be passed to every call on that pack.
 
@@ -123,21 +200,26 @@ def make_plan(
     cuts none; by default the rule depends on HV, V and each document's own length. Segments change time, and results
     by rounding only.
 
+    With ``max_documents`` and ``max_tokens``, given together, the plan is a ``CapacityPlan``: inputs then have T =
+    ``max_tokens`` rows and states N = ``max_documents``, whatever the pack, and ``plan.update(cu_seqlens)`` takes
+    another pack in place, without a copy to the host. Outputs and gradients are 0 in rows behind the pack's last token,
+    whose inputs are not read; documents that the pack lacks are empty.
+
     Raises UnsupportedProblemError for boundaries or sizes that no kernel takes.
     """
-    boundaries = boundaries_of(cu_seqlens, cu_seqlens_cpu)
-    check_boundaries(boundaries)
     heads = PlanHeads(num_heads, num_heads if num_value_heads is None else num_value_heads, head_dim)
-    rule = segment_rule(heads.num_value_heads, head_dim)
-    if segment_tokens is not None:
-        if (
-            not isinstance(segment_tokens, int)
-            or not 0 <= segment_tokens < _MAX_TOKENS
-            or segment_tokens % CHUNK_TOKENS
-        ):
-            raise UnsupportedProblemError(f"segment_tokens={segment_tokens}; use 0 or a multiple of {CHUNK_TOKENS}")
-        rule = SegmentRule(segment_tokens, segment_tokens + 1)
-    return plan_of_boundaries(boundaries, heads, torch.device(device), rule)
+    heads.check()
+    rule = _segment_rule(segment_tokens, heads)
+    device = torch.device(device)
+    if max_documents is None and max_tokens is None:
+        boundaries = boundaries_of(cu_seqlens, cu_seqlens_cpu)
+        check_boundaries(boundaries)
+        return plan_of_boundaries(boundaries, heads, device, rule)
+    if cu_seqlens_cpu is not None:
+        cu_seqlens = torch.tensor(boundaries_of(cu_seqlens, cu_seqlens_cpu), device="cpu")
+    plan = _empty_capacity_plan(max_documents, max_tokens, heads, device, rule)
+    plan.update(cu_seqlens)
+    return plan
 
 
 @dataclass(frozen=True)
@@ -162,6 +244,21 @@ class PlanHeads:
             raise UnsupportedProblemError(f"head_dim={self.head_dim}; K = V must be one of {HEAD_DIMS}")
 
 
+def _segment_rule(segment_tokens: int | None, heads: PlanHeads) -> SegmentRule:
+    if segment_tokens is None:
+        return segment_rule(heads.num_value_heads, heads.head_dim)
+    if not isinstance(segment_tokens, int) or not 0 <= segment_tokens < MAX_TOKENS or segment_tokens % CHUNK_TOKENS:
+        raise UnsupportedProblemError(f"segment_tokens={segment_tokens}; use 0 or a multiple of {CHUNK_TOKENS}")
+    return SegmentRule(segment_tokens, segment_tokens + 1)
+
+
+def _with_index(device: torch.device) -> torch.device:
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+@untraced
 def plan_of_boundaries(
     boundaries: list[int],
     heads: PlanHeads,
@@ -173,38 +270,45 @@ def plan_of_boundaries(
     """Return the plan of checked boundaries; ``summarize_all`` gives every segment a summary row."""
     heads.check()
     rule = segment_rule(heads.num_value_heads, heads.head_dim) if rule is None else rule
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
+    device = _with_index(device)
     lengths = [end - start for start, end in zip(boundaries, boundaries[1:])]
-    num_chunks = sum(-(-length // CHUNK_TOKENS) for length in lengths)
-    segments = [rule.num_segments(length) for length in lengths]
-    num_summaries = sum(count for count in segments if count > 1 or summarize_all)
+    rows = rows_of_lengths(lengths, rule, summarize_all)
     # Tables made under inference mode could not be saved for a later backward.
+    with torch.inference_mode(False), operation():
+        cu_seqlens = torch.tensor(boundaries, dtype=torch.int64, device="cpu").to(device, non_blocking=True)
+        tables = empty_tables(rows, len(lengths), device)
+        write_tables(tables, cu_seqlens, rule, summarize_all)
+    sizes = (heads.num_heads, heads.num_value_heads, heads.head_dim)
+    return Plan(tuple(boundaries), boundaries[-1], *sizes, device, rule, rows.summaries, cu_seqlens, *tables)
+
+
+def _empty_capacity_plan(
+    max_documents: int | None, max_tokens: int | None, heads: PlanHeads, device: torch.device, rule: SegmentRule
+) -> CapacityPlan:
+    for name, value in (("max_documents", max_documents), ("max_tokens", max_tokens)):
+        if not isinstance(value, int) or not 1 <= value <= MAX_TOKENS:
+            raise UnsupportedProblemError(
+                f"{name}={value!r}; a capacity plan needs both max_documents and max_tokens, from 1 to {MAX_TOKENS}"
+            )
+    rows = most_rows(max_documents, max_tokens, rule)
+    device = _with_index(device)
     with torch.inference_mode(False):
-        tables = {
-            "cu_seqlens": torch.tensor(boundaries, dtype=torch.int64, device="cpu").to(device),
-            "chunk_table": torch.empty((num_chunks, 4), dtype=torch.int32, device=device),
-            "segment_table": torch.empty((sum(segments), 4), dtype=torch.int32, device=device),
-            "summary_offsets": torch.zeros(len(boundaries), dtype=torch.int64, device=device),
-        }
-        if lengths:
-            _pack_tables(tables, rule, summarize_all)
-    return Plan(
-        tuple(boundaries), heads.num_heads, heads.num_value_heads, heads.head_dim, device, rule, num_summaries, **tables
+        cu_seqlens = torch.zeros(max_documents + 1, dtype=torch.int64, device=device)
+        limits = torch.full_like(cu_seqlens, max_tokens)
+        limits[:1].zero_()  # an assignment would copy a number from the host
+        tables = empty_tables(rows, max_documents, device)
+    sizes = (heads.num_heads, heads.num_value_heads, heads.head_dim)
+    return CapacityPlan(None, max_tokens, *sizes, device, rule, rows.summaries, cu_seqlens, *tables, limits)
+
+
+def tables_of_batch(batch: int, tokens: int, num_value_heads: int, head_dim: int, device: torch.device) -> BatchTables:
+    """Return what a call needs for ``batch`` documents of ``tokens`` tokens; nothing is copied from the device."""
+    if batch * tokens > MAX_TOKENS:
+        raise UnsupportedProblemError(f"a batch of {batch * tokens} tokens; at most {MAX_TOKENS} fit one call")
+    rule = segment_rule(num_value_heads, head_dim)
+    rows = rows_of_batch(batch, tokens, rule)
+    cu_seqlens = torch.arange(batch + 1, dtype=torch.int64, device=device) * tokens
+    tables = torch.ops.cake_kda_jit.pack_tables(
+        cu_seqlens, rows.chunks, rows.segments, rule.segment_tokens, rule.minimum_tokens
     )
-
-
-def _pack_tables(tables: dict[str, torch.Tensor], rule: SegmentRule, summarize_all: bool) -> None:
-    device = tables["cu_seqlens"].device
-    chosen = select_plain("pack_tables", "int64", arch_of_device(device).name, config.read("FAMILY"))
-    values = {name: table.data_ptr() for name, table in tables.items()}
-    values |= {
-        "num_documents": tables["cu_seqlens"].shape[0] - 1,
-        "max_chunks": tables["chunk_table"].shape[0],
-        "max_segments": tables["segment_table"].shape[0],
-        "segment_tokens": rule.segment_tokens,
-        "segment_minimum": rule.minimum_tokens,
-        "summarize_all": int(summarize_all),
-    }
-    with operation():
-        launch(chosen.record, chosen.reason, values, device)
+    return BatchTables(*tables, rows.summaries, batch)

@@ -67,11 +67,16 @@ class KdaOptions:
         return KdaOptions(backward, tokens, self.workspace_limit, family)
 
 
+_DEFAULT_OPTIONS = KdaOptions()
+
+
 def resolve_options(options: KdaOptions | None) -> KdaOptions:
-    """Return the options of a call with every knob decided; raises on what is no KdaOptions."""
-    if options is not None and not isinstance(options, KdaOptions):
-        raise UnsupportedProblemError(f"options is {type(options).__name__}; give KdaOptions(...) or None")
-    return (options or KdaOptions()).resolved()
+    """Return the options of a call with every knob decided; raises on what is no KdaOptions, or has more than they."""
+    if options is not None and type(options) is not KdaOptions:
+        raise UnsupportedProblemError(
+            f"options is {type(options).__name__}; give KdaOptions(...) or None: KcpOptions belong to a KcpContext"
+        )
+    return (options or _DEFAULT_OPTIONS).resolved()
 
 
 def resolve_scale(scale: float | None, head_dim: int) -> float:

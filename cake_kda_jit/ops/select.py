@@ -138,7 +138,8 @@ def select_walk(
 ) -> Selection:
     """Return the transfer walk's record: the default, or the one that an argument or the environment names.
 
-    The default's value width is chosen by ``num_walks``, chains times heads, in the family that has several.
+    Where no width is named, by default and for tf32_hilo, the family that has several takes the one that fits
+    ``num_walks``, chains times heads.
     """
     walk = resolve_walk(variant, precision_mode)
     if variant is not None or precision_mode:
@@ -150,6 +151,9 @@ def select_walk(
         if candidate == "sm90" and source == "default":
             name = SM90_WIDTHS[walk_width(num_walks, head_dim)]
             reason = f"{name} by default for {num_walks} walks of width {head_dim}"
+        elif candidate == "sm90" and walk in PRECISION_MODES:
+            name = f"{walk}_hw64" if num_walks * (head_dim // 64) <= SM90_PROCESSORS else walk
+            reason = f"{name} by {source} for {num_walks} walks of width {head_dim}"
         record = _find_record("transfer_walk", name, candidate)
         if record is not None and arch in record.archs:
             return Selection(record, reason)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .pipeline import Pipeline, Tiles
+from .pipeline import Pipeline
 from .workspace import head_blocks, tile_bytes_per_head
 
 
@@ -19,12 +19,7 @@ def summarize(pipeline: Pipeline, *, need_M: bool, need_B: bool) -> tuple[torch.
         pipeline.num_chunks, inputs.head_dim, pipeline.tile_dtype.itemsize, states=0, values=0
     )
     for block in head_blocks(num_bytes, inputs.num_heads, inputs.num_value_heads, None):
-        tiles = Tiles(
-            ke=pipeline.rows(block),
-            kg=pipeline.rows(block),
-            Tinv=pipeline.squares(block),
-            decay_total=pipeline.totals(block),
-        )
+        tiles = pipeline.make_tiles(block, "ke", "kg", "Tinv", "decay_total")
         if pipeline.num_chunks:
             pipeline.prepare(block, tiles)
         pipeline.summarize(block, tiles, M=M, B=B, skip={"first_M": False, "first_B": False, "last_B": False})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from .. import config
 from ..runtime.device import arch_of_device
 from ..runtime.launch import launch
 from .pipeline import address
@@ -20,14 +19,15 @@ def walk(
     variant: str | None,
     precision_mode: int,
     transpose: bool,
+    family: str | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch the walk; returns entry ``[F, HV, K, V]`` and exit ``[N, HV, K, V]``, fp32."""
+    """Launch the walk; returns entry ``[F, HV, K, V]`` and exit ``[N, HV, K, V]``, fp32. ``family`` forces one."""
     num_chains = offsets.shape[0] - 1
     chosen = select_walk(
         arch_of_device(M.device).name,
         variant,
         precision_mode,
-        config.read("FAMILY"),
+        family,
         num_walks=num_chains * B.shape[1],
         head_dim=B.shape[2],
     )

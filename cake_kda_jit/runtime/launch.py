@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from ..errors import ColdCallInCapture
 from ..record import Record
-from .device import arch_of_device, current_stream, is_capturing
-from .load import get_kernel, is_loaded
+from .device import arch_of_device, current_stream, is_capturing, is_current
+from .load import Kernel, get_kernel, is_loaded
 
 
 @dataclass(frozen=True)
@@ -31,27 +31,41 @@ class LaunchRecord:
     origin: str
 
 
+class _Launch(NamedTuple):
+    """What a launch leaves behind; a ``LaunchRecord`` is made of it when somebody asks."""
+
+    kernel: Kernel
+    grid: tuple[int, int, int]
+    reason: str
+
+    def record(self) -> LaunchRecord:
+        described = self.kernel.record
+        names = (described.program, described.variant, described.family, self.kernel.arch)
+        return LaunchRecord(*names, self.grid, self.reason, self.kernel.origin)
+
+
 class _Account(threading.local):
     """The launches of the operation that this thread is in, None outside one."""
 
-    launches: list[LaunchRecord] | None = None
+    launches: list[_Launch] | None = None
 
 
-_last_operation: tuple[LaunchRecord, ...] = ()
+_last_operation: list[_Launch] = []
 _account = _Account()
 
 
-@contextmanager
-def operation() -> Iterator[None]:
+class operation:
     """Account for the launches inside as one operation, published whole when it ends without an error.
 
     A launch outside one is an operation by itself.
     """
-    _account.launches = []
-    try:
-        yield
-        _publish(tuple(_account.launches))
-    finally:
+
+    def __enter__(self) -> None:
+        _account.launches = []
+
+    def __exit__(self, error: type | None, *_: object) -> None:
+        if error is None:
+            _publish(_account.launches)
         _account.launches = None
 
 
@@ -60,7 +74,7 @@ def last_launches() -> list[LaunchRecord]:
 
     A forward, a backward and the making of a plan are operations of their own; a call without a plan makes one first.
     """
-    return list(_last_operation)
+    return [launched.record() for launched in _last_operation]
 
 
 def launch(record: Record, reason: str, values: Mapping[str, object], device: torch.device) -> None:
@@ -71,27 +85,27 @@ def launch(record: Record, reason: str, values: Mapping[str, object], device: to
     graph capture, where nothing may be compiled.
     """
     arch = arch_of_device(device)
-    if is_capturing(device) and not is_loaded(record, arch):
+    if not is_loaded(record, arch) and is_capturing(device):
         raise ColdCallInCapture(
             f"{record.symbol} was first called inside CUDA graph capture; run the same call once "
             "before the capture to warm it up"
         )
     kernel = get_kernel(record, arch)
     if record.family == "cpu":
-        values = {**values, "num_threads": torch.get_num_threads()}
-        block = kernel.launch(values)
+        block = kernel.launch({**values, "num_threads": torch.get_num_threads()})
+    elif is_current(device):
+        block = kernel.launch(values, current_stream(device))
     else:
         with torch.cuda.device(device):
             block = kernel.launch(values, current_stream(device))
     # The grid is asked for now: an entry may read the arguments' tables, which live no longer than this call.
-    grid = kernel.grid(block)
-    launched = LaunchRecord(record.program, record.variant, record.family, arch.name, grid, reason, kernel.origin)
+    launched = _Launch(kernel, kernel.grid(block), reason)
     if _account.launches is None:
-        _publish((launched,))
+        _publish([launched])
     else:
         _account.launches.append(launched)
 
 
-def _publish(launches: tuple[LaunchRecord, ...]) -> None:
+def _publish(launches: list[_Launch]) -> None:
     global _last_operation
     _last_operation = launches

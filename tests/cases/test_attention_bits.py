@@ -205,14 +205,15 @@ def test_offsets_past_2_to_the_31(lazy_memory):
     keywords = problem.keywords
     optional = (keywords["A_log"], keywords["dt_bias"].view(1, 128), keywords["initial_state"])
     transforms = (128**-0.5, -5.0, True, "bounded", "sigmoid")
-    arguments = (*wide.values(), *optional, *table_of_last_document(start, 128), *transforms)
+    arguments = (*wide.values(), *optional, *table_of_last_document(start, 128), False, *transforms)
     o, final_state, *context = torch.ops.cake_kda_jit.chunk_kda_forward(
         *arguments, "replay", 64, None, None, True, True
     )
     expected = call(problem, lambda o, state: o.float().sum() + state.sum(), options=KdaOptions(backward="replay"))
     assert torch.equal(o.detach()[start:], expected["o"][0]) and torch.equal(final_state, expected["final_state"])
     do = torch.ones((), dtype=torch.bfloat16).expand(o.shape)
-    kept = [tensor if tensor.numel() else None for tensor in context]
+    Tinv, checkpoints = context
+    kept = (Tinv, None, None, None, checkpoints, None)
     gradients = torch.ops.cake_kda_jit.chunk_kda_backward(
         do, torch.ones_like(final_state), *kept, *arguments, "replay", 64, None, None
     )

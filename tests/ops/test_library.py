@@ -24,7 +24,7 @@ def test_attention_forward(optional, backward):
         extra = [A_log.requires_grad_(), dt_bias.view(2, 64).requires_grad_(), state.requires_grad_()]
     else:
         inputs[3] = (-inputs[3].detach().float().abs()).requires_grad_()
-    tables = (plan.chunk_table, plan.segment_table, plan.summary_offsets, plan.num_summaries)
+    tables = (plan.chunk_table, plan.segment_table, plan.summary_offsets, plan.num_summaries, False)
     transforms = (0.125, -5.0, True, *(("bounded", "sigmoid") if optional else ("ready", "ready")))
     options = (backward or "saved", 64, None, None)
     arguments = (*inputs, *extra, *tables, *transforms, *options, optional, backward is not None)
@@ -36,13 +36,36 @@ def test_attention_forward(optional, backward):
 
 @pytest.mark.parametrize("with_state", [True, False])
 def test_conv_forward(with_state):
-    x = torch.randn(20, 8, requires_grad=True)
+    """With spare rows behind the last document, or with none."""
+    x = torch.randn(20 + 5 * with_state, 8, requires_grad=True)
     weight = torch.randn(8, 4, requires_grad=True)
     bias, state = (
         (torch.randn(8, requires_grad=True), torch.randn(2, 8, 3, requires_grad=True)) if with_state else (None, None)
     )
-    arguments = (x, weight, bias, state, torch.tensor([0, 12, 20]), True, with_state)
+    arguments = (x, weight, bias, state, torch.tensor([0, 12, 20]), with_state, True, with_state)
     torch.library.opcheck(torch.ops.cake_kda_jit.causal_conv1d_forward, arguments)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_batch_whose_rows_are_joined_or_copied(order):
+    """Operators take [B, T, ...]; where the strides forbid to count B and T as one, they copy: the same values."""
+    problem = make_problem(None, batch=(2, 70), with_state=False)
+    plain = [tensor.requires_grad_() for tensor in problem.inputs.values()]
+    strided = [t.detach().transpose(*order).contiguous().transpose(*order).requires_grad_() for t in plain]
+    tables = torch.ops.cake_kda_jit.pack_tables(torch.tensor([0, 70, 140]), 4, 2, 0, 0)
+    A_log, dt_bias = (problem.keywords[name] for name in ("A_log", "dt_bias"))
+    rest = (A_log, dt_bias, None, *tables, 0, False, 0.125, -5.0, True, "bounded", "sigmoid", "saved", 64, None, None)
+    results = []
+    for inputs in (plain, strided):
+        o, *_ = torch.ops.cake_kda_jit.chunk_kda_forward(*inputs, *rest, False, True)
+        results.append((o, *torch.autograd.grad(o.float().square().sum(), inputs)))
+    assert all(torch.equal(one, other) for one, other in zip(*results))
+    torch.library.opcheck(torch.ops.cake_kda_jit.chunk_kda_forward, (*strided, *rest, False, True))
+
+
+def test_pack_tables():
+    arguments = (torch.tensor([0, 70, 200]), 5, 5, 64, 65)
+    torch.library.opcheck(torch.ops.cake_kda_jit.pack_tables, arguments)
 
 
 def test_transfer_walk():

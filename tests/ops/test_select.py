@@ -17,7 +17,7 @@ def test_reason_and_record():
 
 def test_what_no_record_solves_is_refused_with_what_there_is():
     with pytest.raises(UnsupportedProblemError, match="cpu/chunk_grad__bf16_k64"):
-        select_attention("chunk_grad", AttentionProblem("sm_90a", "bf16", 2, 4, 128), None)
+        select_attention("chunk_grad", AttentionProblem("sm_90a", "fp16", 2, 4, 64), None)
 
 
 def test_a_forced_family_that_cannot_run_raises():
@@ -76,6 +76,10 @@ def test_the_default_walk_fills_the_processors_of_sm_90a(num_walks, head_dim, va
     """132 of them. Elsewhere, and where a walk is named, its width is the named one."""
     chosen = select_walk("sm_90a", None, 0, num_walks=num_walks, head_dim=head_dim)
     assert (chosen.record.family, chosen.record.variant) == ("sm90", variant)
+    for mode, form in ((0, "tf32_hilo"), (1, "tf32_hilo_three_mma"), (2, "tf32_hilo_plain_tf32")):
+        suffix = "" if variant == "bf16x3" else "_hw64"
+        tf32 = select_walk("sm_90a", "tf32_hilo", mode, num_walks=num_walks, head_dim=head_dim).record
+        assert (tf32.family, tf32.variant) == ("sm90", form + suffix) or num_walks > 132
     named = select_walk("sm_90a", "bf16x3_hw64", 0, num_walks=num_walks, head_dim=head_dim)
     assert (named.record.family, named.record.variant) == ("sm90", "bf16x3_hw64")
     other = select_walk("sm_100a", None, 0, num_walks=num_walks, head_dim=head_dim)

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import cake_kda_jit
 from cake_kda_jit import (
+    KcpOptions,
     KdaOptions,
     UnsupportedProblemError,
     causal_conv1d,
@@ -150,6 +151,8 @@ BAD = {
     ),
     "plan of another kind": (lambda p, a: a.update(plan="x", cu_seqlens=None), "plan is str"),
     "options of another kind": (lambda p, a: a.update(options={}), "options is dict"),
+    # Their walk and exchange would have no effect here.
+    "options of a context": (lambda p, a: a.update(options=KcpOptions()), "options is KcpOptions"),
     "A_log": (lambda p, a: a.update(use_gate_in_kernel=True, A_log=[0.0]), "A_log is list"),
     "state": (lambda p, a: a.update(initial_state=[0.0]), "initial_state is list"),
     "scale": (lambda p, a: a.update(scale=1e300), "scale=1e"),
@@ -176,8 +179,20 @@ def test_messages_name_the_arguments():
         transfer_walk(M, B, None, torch.tensor([0, 3]))
     with pytest.raises(UnsupportedProblemError, match="M is int; give a tensor"):
         transfer_walk(1, B, None, torch.tensor([0, 4]))
-    with pytest.raises(UnsupportedProblemError, match="x is list; give a tensor"):
-        causal_conv1d([1.0], torch.zeros(8, 4))
+    with pytest.raises(UnsupportedProblemError, match="M is None; give a tensor"):
+        transfer_walk(None, B, None, torch.tensor([0, 4]))
+    conv = {"x": torch.zeros(1, 4, 8), "weight": torch.zeros(8, 4)}
+    for change, message in (
+        ({"x": [1.0]}, "x is list; give a tensor"),
+        ({"weight": None}, "weight is None; give a tensor"),
+        ({"initial_state": [1.0]}, "initial_state is list; give a tensor"),
+        ({"plan": "x"}, "plan is str; give what make_plan returned"),
+    ):
+        with pytest.raises(UnsupportedProblemError, match=message):
+            causal_conv1d(**conv | change)
+    v, beta = torch.zeros(1, 4, 1, 64), torch.zeros(1, 4, 1)
+    with pytest.raises(UnsupportedProblemError, match="A_log is list; give a tensor"):
+        segment_summary(v, v, v, beta, torch.tensor([0, 4]), use_gate_in_kernel=True, A_log=[0.0])
     with pytest.raises(UnsupportedProblemError, match="num_value_heads=0"):
         make_plan(torch.tensor([0, 4]), num_heads=1, num_value_heads=0, device="cpu")
     with pytest.raises(UnsupportedProblemError, match="num_heads=2.0; give an integer"):

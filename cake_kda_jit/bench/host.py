@@ -1,0 +1,176 @@
+"""The host's time per call: from a call to its return, nothing waited for, a few calls one behind the other.
+
+Run ``python -m cake_kda_jit.bench host [--device cuda] [--tokens 4096] [--heads 32] [--json FILE]``. On a CUDA device a
+call returns when its launches are queued, so this is what Python and torch cost; a layer whose kernels take less waits
+for its host. Each run begins with an idle device and is a burst of calls, few enough that the device's queue takes all
+of them: a single call behind a synchronisation would find a processor that has just been asleep. On a CPU the kernels
+themselves are in it: few tokens and heads there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ..layers import KimiDeltaAttention
+from ..ops.api import causal_conv1d, chunk_kda
+from ..ops.plan import Plan, make_plan
+from .core import Row, Times, machine, print_table, write_report
+
+HEAD_DIM = 128
+WHAT = "host time per call"
+WARMUP = 5
+BACKWARD_BURST = 4  # what several forwards keep must fit the device
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "f_a_proj", "f_b_proj", "b_proj", "g_a_proj", "g_b_proj", "o_proj")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A layer, its input and the pack's two plans."""
+
+    layer: KimiDeltaAttention
+    x: torch.Tensor
+    plan: Plan
+    capacity: Plan
+
+    @property
+    def num_heads(self) -> int:
+        """H."""
+        return self.plan.num_heads
+
+
+def make_setting(tokens: int, heads: int, hidden: int, device: torch.device) -> Setting:
+    """Return a bf16 layer and a pack of two documents, all on the device."""
+    torch.manual_seed(0)
+    layer = KimiDeltaAttention(hidden, heads, HEAD_DIM).to(device, torch.bfloat16)
+    x = torch.randn(1, tokens, hidden, device=device, dtype=torch.bfloat16).requires_grad_()
+    cu_seqlens = torch.tensor([0, tokens // 3, tokens])
+    sizes = {"num_heads": heads, "head_dim": HEAD_DIM, "device": device}
+    plan = make_plan(cu_seqlens, **sizes)
+    return Setting(layer, x, plan, make_plan(cu_seqlens, **sizes, max_documents=8, max_tokens=tokens))
+
+
+def make_calls(setting: Setting) -> tuple[dict[str, Callable[[], object]], dict[str, list[torch.Tensor]]]:
+    """Return the calls that are timed, by name, and what those that have a backward differentiate."""
+    layer, x, plan = setting.layer, setting.x, setting.plan
+    device, tokens = x.device, x.shape[1]
+    size = (1, tokens, setting.num_heads, HEAD_DIM)
+    q, k, v, g = (torch.randn(size, device=device).bfloat16().requires_grad_() for _ in range(4))
+    beta = torch.randn(size[:3], device=device).bfloat16().requires_grad_()
+    channels = q.flatten(2).detach().requires_grad_()
+    weight = layer.q_conv1d.weight.detach().squeeze(1).requires_grad_()
+    inner = torch.randn(1, tokens, HEAD_DIM, device=device, dtype=torch.bfloat16)
+
+    def attention() -> torch.Tensor:
+        return chunk_kda(
+            q, k, v, g, beta, A_log=layer.A_log, dt_bias=layer.dt_bias, use_qk_l2norm_in_kernel=True,
+            use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, plan=plan,
+        )[0]  # fmt: skip
+
+    def attention_without_gradient() -> torch.Tensor:
+        with torch.no_grad():
+            return attention()
+
+    def projections() -> None:
+        for name in PROJECTIONS:
+            projection = getattr(layer, name)
+            projection({HEAD_DIM: inner, x.shape[2]: x}.get(projection.in_features, channels))
+
+    calls = {
+        "chunk_kda, no gradient": attention_without_gradient,
+        "chunk_kda": attention,
+        "causal_conv1d": lambda: causal_conv1d(channels, weight, plan=plan)[0],
+        "the layer": lambda: layer(x, plan=plan),
+        "the layer's nine projections alone": projections,
+        "plan.update": lambda: setting.capacity.update(plan.cu_seqlens),
+        "make_plan": lambda: make_plan(
+            torch.tensor([0, tokens]), num_heads=setting.num_heads, head_dim=HEAD_DIM, device=device
+        ),
+    }
+    leaves = {
+        "chunk_kda": [q, k, v, g, beta, layer.A_log, layer.dt_bias],
+        "causal_conv1d": [channels, weight],
+        "the layer": [x, *layer.parameters()],
+    }
+    return calls, leaves
+
+
+def timed(
+    call: Callable[[object], object],
+    device: torch.device,
+    runs: int,
+    burst: int,
+    prepare: Callable[[], object] = lambda: None,
+) -> Times:
+    """Return milliseconds per ``call(prepare())`` until it returns, without those of ``prepare``, over bursts."""
+    found = []
+    for _ in range(WARMUP + runs):
+        prepared = [prepare() for _ in range(burst)]
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        for one in prepared:
+            call(one)
+        found.append(1e3 * (time.perf_counter() - began) / burst)
+    kept = found[WARMUP:]
+    return Times(statistics.median(kept), min(kept), max(kept), runs)
+
+
+def measure_host(setting: Setting, runs: int, burst: int, case: str, *, with_backward: bool) -> list[Row]:
+    """Return a row per call, and one per backward of the three that have one."""
+    device = setting.x.device
+    calls, leaves = make_calls(setting)
+    if not with_backward:
+        nn.Module.requires_grad_(setting.layer, False)
+        setting.x.requires_grad_(False)
+        del calls["chunk_kda"]
+    rows = []
+    for name, call in calls.items():
+        rows.append(Row(case, name, "cake_kda_jit", timed(lambda _, call=call: call(), device, runs, burst)))
+    for name, inputs in leaves.items() if with_backward else ():
+        direction = torch.ones_like(calls[name]())
+
+        def backward(o: torch.Tensor, inputs: list = inputs, direction: torch.Tensor = direction) -> None:
+            torch.autograd.grad([o], inputs, [direction])
+
+        spent = timed(backward, device, runs, BACKWARD_BURST, calls[name])
+        rows.append(Row(case, f"{name}, backward", "cake_kda_jit", spent))
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print a table of microseconds."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--runs", type=int, default=50)
+    parser.add_argument("--burst", type=int, default=10, help="calls per run")
+    parser.add_argument("--forward-only", action="store_true", help="where no record has a gradient")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args(argv)
+    device = torch.device(arguments.device)
+    setting = make_setting(arguments.tokens, arguments.heads, arguments.hidden, device)
+    case = f"T {arguments.tokens}, H {arguments.heads}, hidden {arguments.hidden}"
+    runs, burst = arguments.runs, arguments.burst
+    rows = measure_host(setting, runs, burst, case, with_backward=not arguments.forward_only)
+    if arguments.json is not None:
+        write_report(arguments.json, WHAT, "cake_kda_jit.bench.host", device, rows)
+    print(
+        f"{WHAT}, us; {case}; {runs} runs of {burst} calls; {machine(device)['device']}, torch {torch.__version__}.\n"
+    )
+    lines = [[row.arm, *(f"{1e3 * value:.1f}" for value in (row.ms.median, row.ms.min))] for row in rows]
+    print_table(["call", "median", "min"], lines)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
