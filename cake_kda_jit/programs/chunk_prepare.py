@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..record import Field, Limits, Program, cpu_entry
+from ..record import Field, Program, cpu_entry
 from .common import cpu_tile_records, smxx_tile_records
 from .tile_fields import BETA, GATE, HEAD_BLOCK, PREPARED_TILES
 
@@ -34,12 +34,9 @@ FIELDS = (
 
 ENTRY = cpu_entry(FIELDS)
 
-# Three CTAs share an SM on sm_90a, which leaves a thread 80 registers: nvcc 13.0 spills nothing there, 13.5 24 bytes.
-LIMITS = Limits(max_spill_bytes=32)
-
 PROGRAM = Program(
     name="chunk_prepare",
     summary="the tiles of every chunk, one task per (chunk, value head)",
-    records=cpu_tile_records("chunk_prepare", ENTRY) + smxx_tile_records("chunk_prepare", FIELDS, LIMITS),
+    records=cpu_tile_records("chunk_prepare", ENTRY) + smxx_tile_records("chunk_prepare", FIELDS),
     bytes_note="per (token, value head), K = 128, 16-bit inputs: 768 of q, k, g, 1,024 of tiles, 8 of decay_total",
 )

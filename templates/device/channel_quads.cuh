@@ -50,77 +50,60 @@ __device__ __forceinline__ uint2 pack_bf16(const float4& quad) {
   return make_uint2(pack_bf16(quad.x, quad.y), pack_bf16(quad.z, quad.w));
 }
 
-// Rows [token, token + count) of one head of a strided [T, heads, channels] tensor, from `channel` on. With `is_dense`
-// a quad of 16-bit numbers is 8 aligned bytes, one of fp32 16. Rows from `valid` on, which may hold anything, are not
-// read and count as 0.
+// One head of a strided [T, heads, channels] tensor, from `channel` on. row_bytes is what dense_row_bytes says of it.
 struct HeadRows {
-  const void* tensor;
-  int64_t offset;  // in elements
-  int64_t token_stride;
-  int64_t channel_stride;
-  bool is_dense;
+  const char* tensor;
+  const int64_t* strides;
+  uint32_t row_bytes;
+  int64_t offset;  // of the head and the channel, in elements
 
-  __device__ __forceinline__ HeadRows(const void* tensor, const int64_t* strides, bool is_dense, int64_t token,
-                                      int head, int channel)
-      : tensor(tensor),
-        offset(token * strides[0] + head * strides[1] + channel * strides[2]),
-        token_stride(strides[0]),
-        channel_stride(strides[2]),
-        is_dense(is_dense) {}
+  __device__ __forceinline__ HeadRows(const void* tensor, const int64_t* strides, uint32_t row_bytes, int head,
+                                      int channel)
+      : tensor(static_cast<const char*>(tensor)),
+        strides(strides),
+        row_bytes(row_bytes),
+        offset(head * strides[1] + channel * strides[2]) {}
 
-  template <int kCount>
-  __device__ __forceinline__ void load(uint2 (&quads)[kCount], int valid) const {
-    if (is_dense) {
-      const auto* source = static_cast<const uint2*>(tensor) + offset / 4;
+  // Rows [token, token + kCount), as 16-bit numbers (uint2) or fp32 (float4). Those from `valid` on, which may hold
+  // anything, are not read and count as 0.
+  template <int kCount, typename Quad>
+  __device__ __forceinline__ void load(Quad (&quads)[kCount], int token, int valid) const {
+    constexpr int kBytes = sizeof(Quad) / 4;  // of an element
+    const char* const first = tensor + kBytes * (offset + token * strides[0]);
+    if (row_bytes != 0 && valid >= kCount) {
 #pragma unroll
       for (int r = 0; r < kCount; ++r) {
-        quads[r] = r < valid ? __ldg(source + r * (token_stride / 4)) : make_uint2(0, 0);
+        quads[r] = __ldg(reinterpret_cast<const Quad*>(first + uint64_t{row_bytes} * static_cast<uint32_t>(r)));
       }
-    } else {
-      const auto* source = static_cast<const unsigned short*>(tensor) + offset;
+      return;
+    }
 #pragma unroll
-      for (int r = 0; r < kCount; ++r) {
-        uint32_t value[4];
-        for (int c = 0; c < 4; ++c) {
-          value[c] = r < valid ? __ldg(source + r * token_stride + c * channel_stride) : 0;
-        }
-        quads[r] = make_uint2(value[0] | value[1] << 16, value[2] | value[3] << 16);
-      }
+    for (int r = 0; r < kCount; ++r) {
+      quads[r] = Quad{};
+      if (r < valid) load_elements(quads[r], first + kBytes * r * strides[0]);
     }
   }
 
-  template <int kCount>
-  __device__ __forceinline__ void load(float4 (&quads)[kCount], int dtype, int valid) const {
-    if (dtype == kFp32) {
-      const auto* source = static_cast<const float*>(tensor) + offset;
-#pragma unroll
-      for (int r = 0; r < kCount; ++r) {
-        const float* row = source + r * token_stride;
-        if (r >= valid) {
-          quads[r] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        } else if (is_dense) {
-          quads[r] = __ldg(static_cast<const float4*>(tensor) + (offset + r * token_stride) / 4);
-        } else {
-          quads[r] = make_float4(__ldg(row), __ldg(row + channel_stride), __ldg(row + 2 * channel_stride),
-                                 __ldg(row + 3 * channel_stride));
-        }
-      }
-    } else {
-      uint2 packed[kCount];
-      load(packed, valid);
-#pragma unroll
-      for (int r = 0; r < kCount; ++r) {
-        quads[r] = dtype == kBf16 ? unpack<kBf16>(packed[r]) : unpack<kFp16>(packed[r]);
-      }
-    }
+  __device__ __forceinline__ void load_elements(uint2& quad, const char* first) const {
+    const auto* const elements = reinterpret_cast<const unsigned short*>(first);
+    uint32_t value[4];
+    for (int c = 0; c < 4; ++c) value[c] = __ldg(elements + c * strides[2]);
+    quad = make_uint2(value[0] | value[1] << 16, value[2] | value[3] << 16);
+  }
+
+  __device__ __forceinline__ void load_elements(float4& quad, const char* first) const {
+    const auto* const elements = reinterpret_cast<const float*>(first);
+    quad = make_float4(__ldg(elements), __ldg(elements + strides[2]), __ldg(elements + 2 * strides[2]),
+                       __ldg(elements + 3 * strides[2]));
   }
 };
 
-// Whether every quad of a [T, heads, channels] tensor is one aligned vector.
-inline bool has_dense_quads(const void* tensor, const int64_t* strides, int dtype) {
-  const uintptr_t bytes = dtype == kFp32 ? 16 : 8;
-  return strides[2] == 1 && strides[0] % 4 == 0 && strides[1] % 4 == 0 &&
-         reinterpret_cast<uintptr_t>(tensor) % bytes == 0;
+// Bytes from row to row where every quad of a [T, heads, channels] tensor is one aligned vector, otherwise 0.
+inline uint32_t dense_row_bytes(const void* tensor, const int64_t* strides, int dtype) {
+  const int64_t bytes = dtype == kFp32 ? 4 : 2, row_bytes = bytes * strides[0];
+  const bool is_dense = strides[2] == 1 && strides[0] % 4 == 0 && strides[1] % 4 == 0 &&
+                        reinterpret_cast<uintptr_t>(tensor) % (4 * bytes) == 0;
+  return is_dense && row_bytes > 0 && row_bytes <= 0xffffffff ? static_cast<uint32_t>(row_bytes) : 0;
 }
 
 }  // namespace
