@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..record import Field, Program, cpu_entry
-from .common import cpu_tile_records, smxx_tile_records
+from .common import cpu_tile_records, sm90_tile_records, smxx_tile_records
 from .tile_fields import BETA, HEAD_BLOCK, PREPARED_TILES, TABLES
 
 FIELDS = (
@@ -36,5 +36,7 @@ ENTRY = cpu_entry(FIELDS)
 PROGRAM = Program(
     name="chunk_scan",
     summary="states, v' and o, one task per (segment, value head)",
-    records=cpu_tile_records("chunk_scan", ENTRY) + smxx_tile_records("chunk_scan", FIELDS),
+    records=cpu_tile_records("chunk_scan", ENTRY)
+    + smxx_tile_records("chunk_scan", FIELDS)
+    + sm90_tile_records("chunk_scan", FIELDS),
 )

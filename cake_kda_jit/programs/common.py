@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..arch import CPU_ARCHES, CUDA_ARCHES
+from ..arch import ARCHES, CPU_ARCHES, CUDA_ARCHES
 from ..record import Entry, Field, Limits, Record, make_params
 
 HEAD_DIMS = (64, 128)
@@ -55,6 +55,22 @@ def smxx_tile_records(program: str, fields: tuple[Field, ...], limits: Limits = 
             template=f"smxx/{program}.cu.jinja",
             entry=Entry(fields),
             limits=limits,
+        )
+        for dtype, head_dim in CUDA_PROBLEMS
+    )
+
+
+def sm90_tile_records(program: str, fields: tuple[Field, ...]) -> tuple[Record, ...]:
+    """Return the sm90 records of a pipeline program: those of smxx, on the targets that have this family."""
+    return tuple(
+        Record(
+            program=program,
+            variant=variant_name(dtype, head_dim),
+            family="sm90",
+            params=make_params(dtype=dtype, head_dim=head_dim, tile_dtype="bf16"),
+            archs=tuple(name for name in CUDA_ARCHES if "sm90" in ARCHES[name].families),
+            template=f"sm90/{program}.cu.jinja",
+            entry=Entry(fields),
         )
         for dtype, head_dim in CUDA_PROBLEMS
     )

@@ -3,9 +3,10 @@
 //     x = v - ke S          v' = Tinv (beta x)          S <- diag(e^G_last) S + kg^T v'
 //
 // The scan, the replay of its states and the summary B of a segment all run this code: from the same state they get the
-// same bits. S is rounded to bf16 where it is a factor and stays fp32 where it is updated; beta x is rounded to bf16,
-// and v' too: the tile that is stored is the one that is used. Included after shared_tiles.cuh and the constant
-// kHeadDim.
+// same bits. S is rounded to bf16 where it is a factor and stays fp32 where it is updated; v' is rounded, and the tile
+// that is stored is the one that is used. beta x is the sum of two bf16 numbers as a factor: Tinv takes errors of beta x
+// along with it, and where keys are alike its rows cancel them only if all of an error is there. Included after
+// shared_tiles.cuh and the constant kHeadDim.
 #include <cstdint>
 
 namespace {
@@ -16,13 +17,25 @@ constexpr int kStateSteps = kHeadDim / 16;
 using State = float[kStateTiles][4];
 using StateFactor = uint32_t[kStateSteps][4];
 
-// -beta x of an accumulator x, rounded, as a left factor.
-__device__ __forceinline__ void weigh_tokens(TokenFactor& weighed, const TokenSums& x, const float2* beta) {
+// Accumulators as two left factors: rounded to bf16, and what that takes from them.
+__device__ __forceinline__ void split(TokenFactor& high, TokenFactor& low, const TokenSums& sum) {
+  pack(high, sum);
 #pragma unroll
   for (int n = 0; n < kTokenTiles; ++n) {
-    const float2 factor = columns_of_lane(beta, n);
-    weighed[n / 2][n % 2 * 2] = pack_bf16(-factor.x * x[n][0], -factor.y * x[n][1]);
-    weighed[n / 2][n % 2 * 2 + 1] = pack_bf16(-factor.x * x[n][2], -factor.y * x[n][3]);
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t pair = high[n / 2][n % 2 * 2 + half];
+      low[n / 2][n % 2 * 2 + half] = pack_bf16(sum[n][2 * half] - __uint_as_float(pair << 16),
+                                               sum[n][2 * half + 1] - __uint_as_float(pair & 0xffff0000u));
+    }
+  }
+}
+
+// An accumulator's columns, each times the factor of its own.
+__device__ __forceinline__ void scale_columns(TokenSums& sum, float sign, const float2* per_column) {
+#pragma unroll
+  for (int n = 0; n < kTokenTiles; ++n) {
+    const float2 factor = columns_of_lane(per_column, n);
+    for (int i = 0; i < 4; ++i) sum[n][i] *= sign * (i % 2 ? factor.y : factor.x);
   }
 }
 
@@ -31,10 +44,11 @@ __device__ __forceinline__ void solve_values(TokenFactor& v_new, TokenSums& nega
                                              const SharedTile<kHeadDim>& ke, const SharedTile<kChunk>& Tinv,
                                              const float2* beta) {
   multiply_rows<kHeadDim>(negative_v, S, ke);
-  TokenFactor weighed;
-  weigh_tokens(weighed, negative_v, beta);
+  scale_columns(negative_v, -1.0f, beta);
+  TokenFactor high, low;
+  split(high, low, negative_v);
   TokenSums sum{};
-  multiply_lower_rows(sum, weighed, Tinv);
+  multiply_lower_rows(sum, low, high, Tinv);
   pack(v_new, sum);
 }
 

@@ -132,7 +132,7 @@ __device__ __forceinline__ uint32_t transpose_8x8(uint32_t matrix) {
   return is_odd ? make_uint2(received, second) : make_uint2(first, received);
 }
 
-__device__ __forceinline__ int quad_column() { return threadIdx.x % 2 * 8 + threadIdx.x % 4 / 2 * 4; }
+[[maybe_unused]] __device__ __forceinline__ int quad_column() { return threadIdx.x % 2 * 8 + threadIdx.x % 4 / 2 * 4; }
 
 // Channels quad_column() .. + 3 of token l / 4 of a tile, from its packed accumulators: rows g, and rows g + 8.
 [[maybe_unused]] __device__ __forceinline__ uint2 token_quad(uint32_t rows, uint32_t rows_8) {

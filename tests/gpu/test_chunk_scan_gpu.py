@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -23,7 +24,16 @@ from ..programs.pipeline import (
     scan_values,
 )
 from ..programs.test_chunk_scan import scan_outputs
-from .twins import VARIANTS, assert_close, bits, document_of, launch_on_device, launch_twin
+from .twins import (
+    VARIANTS,
+    assert_close,
+    bits,
+    cuda_families,
+    device_has,
+    document_of,
+    launch_on_device,
+    launch_twin,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -35,7 +45,7 @@ FUSED = {"gate_form": "bounded", "beta_form": "sigmoid", "l2norm": True}
 TWIN_TOLERANCE = 4e-3
 
 
-def run(pack: Pack, tiles, *, heads=None, launcher=launch_on_device, checkpoint_chunks=2, segment_entry=None, **given):
+def run_scan(pack: Pack, tiles, *, launcher, heads=None, checkpoint_chunks=2, segment_entry=None, **given):
     """Every output of one launch; those that ``given`` sets to None are left out."""
     outputs = scan_outputs(pack, (heads or (0, pack.HV))[1], max(checkpoint_chunks, 1))
     states = {"initial_state": pack.initial_state, "segment_entry": segment_entry}
@@ -44,12 +54,24 @@ def run(pack: Pack, tiles, *, heads=None, launcher=launch_on_device, checkpoint_
     return {name: tensor for name, tensor in outputs.items() if values[name] is not None}
 
 
+@pytest.fixture(params=cuda_families("chunk_scan"))
+def launcher(request):
+    if not device_has(request.param):
+        pytest.skip(f"this device has no family {request.param}")
+    return partial(launch_on_device, family=request.param)
+
+
+@pytest.fixture
+def run(launcher):
+    return partial(run_scan, launcher=launcher)
+
+
 def by_head(name: str, tensor):
     return tensor.transpose(0, 1) if name == "o" else tensor
 
 
 def assert_like_twin(pack: Pack, tiles, found, **options) -> None:
-    expected = run(pack, tiles, launcher=launch_twin, **options)
+    expected = run_scan(pack, tiles, launcher=launch_twin, **options)
     assert found.keys() == expected.keys()
     for name, tensor in found.items():
         assert_close(name, by_head(name, tensor), by_head(name, expected[name]), TWIN_TOLERANCE)
@@ -89,7 +111,7 @@ def assert_exact_steps(pack: Pack, tiles, found, segment_entry=None) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_output(variant):
+def test_every_output(run, variant):
     pack = make_pack(EDGES, variant, H=1, HV=3, **FUSED)
     tiles = run_prepare(pack)
     found = run(pack, tiles)
@@ -97,7 +119,7 @@ def test_every_output(variant):
     assert_exact_steps(pack, tiles, found)
 
 
-def test_long_weak_gates():
+def test_long_weak_gates(run):
     """A state that forgets little carries the roundings of many chunks."""
     pack = make_pack((1500, 300), "bf16_k128", **FUSED | {"gate_form": "ready"})
     pack.g.mul_(0.01)
@@ -107,7 +129,7 @@ def test_long_weak_gates():
     assert_exact_steps(pack, tiles, found)
 
 
-def test_hard_resets():
+def test_hard_resets(run):
     pack = make_pack((150, 40), "bf16_k128", gate_form="ready")
     pack.g[[30, 64, 149, 150]] = -torch.inf
     tiles = run_prepare(pack)
@@ -118,7 +140,7 @@ def test_hard_resets():
 
 
 @pytest.mark.parametrize("checkpoint_chunks", [1, 3])
-def test_segments_and_checkpoints(checkpoint_chunks):
+def test_segments_and_checkpoints(run, checkpoint_chunks):
     pack = make_pack((0, 300, 64, 0, 130), "bf16_k128", **FUSED).cut(128)
     tiles = run_prepare(pack)
     entry = torch.randn(int(pack.tables.summary_offsets[-1]), pack.HV, 128, 128)
@@ -133,7 +155,7 @@ def test_segments_and_checkpoints(checkpoint_chunks):
     assert torch.equal(found["final_state"][[0, 3]], pack.initial_state[[0, 3]])
 
 
-def test_segments_give_what_one_segment_gives():
+def test_segments_give_what_one_segment_gives(run):
     pack = make_pack((300, 0, 64, 200, 30), "bf16_k128", **FUSED | {"gate_form": "ready"})
     pack.g.mul_(0.05)
     tiles = run_prepare(pack)
@@ -144,7 +166,7 @@ def test_segments_give_what_one_segment_gives():
         assert_close(name, found[name], whole[name], 2 * TWIN_TOLERANCE)
 
 
-def test_poisoned_rows_and_strided_values():
+def test_poisoned_rows_and_strided_values(run):
     """NaN behind the pack and between v's elements, and spare rows of the tables, change nothing."""
     pack = make_pack((70, 5), "bf16_k128", **FUSED)
     tiles = run_prepare(pack)
@@ -166,8 +188,23 @@ def test_poisoned_rows_and_strided_values():
     assert torch.equal(bits(misaligned["o"]), bits(expected["o"]))
 
 
+@pytest.mark.skipif(not torch.cuda.is_available() or not device_has("sm90"), reason="needs two families")
+@pytest.mark.parametrize("lengths", [EDGES, (700, 0, 130), tuple(range(1, 80))])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_families_agree_in_every_bit(variant, lengths):
+    """A forward by one family may be replayed by another: what grad_scan forms again is what chunk_scan had."""
+    pack = make_pack(lengths, variant, H=1, HV=2, **FUSED | {"gate_form": "ready"})
+    pack.g.mul_(0.05)
+    tiles = run_prepare(pack)
+    found, expected = (
+        run_scan(pack, tiles, launcher=partial(launch_on_device, family=family)) for family in ("sm90", "smxx")
+    )
+    for name, tensor in expected.items():
+        assert torch.equal(bits(found[name]), bits(tensor)), name
+
+
 @pytest.mark.parametrize("heads", [(0, 2), (2, 4)])
-def test_a_head_block_has_the_bits_of_the_whole(heads):
+def test_a_head_block_has_the_bits_of_the_whole(run, heads):
     first, count = heads
     inside = torch.zeros(6, dtype=torch.bool)
     inside[first : first + count] = True
@@ -183,7 +220,7 @@ def test_a_head_block_has_the_bits_of_the_whole(heads):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_same_bits_every_time(variant):
+def test_same_bits_every_time(run, variant):
     pack = make_pack((700, 70, 300), variant, H=2, HV=4, **FUSED)
     tiles = run_prepare(pack)
     found = run(pack, tiles)
@@ -192,7 +229,7 @@ def test_same_bits_every_time(variant):
         assert all(torch.equal(bits(again[name]), bits(tensor)) for name, tensor in found.items())
 
 
-def test_neighbours_change_no_bit():
+def test_neighbours_change_no_bit(run):
     pack = make_pack((40, 170, 9), "bf16_k128", **FUSED)
     found = run(pack, run_prepare(pack))
     alone = document_of(pack, 1)
@@ -202,7 +239,7 @@ def test_neighbours_change_no_bit():
     assert torch.equal(own["h"], found["h"][:, 1:4]) and torch.equal(own["v_new"], found["v_new"][:, 1:4])
 
 
-def test_the_width_of_a_cta_changes_no_bit():
+def test_the_width_of_a_cta_changes_no_bit(run):
     """Many documents get wide CTAs, one alone narrow ones."""
     pack = make_pack((70, *range(1, 80)), "bf16_k128", HV=1, **FUSED)
     tiles = run_prepare(pack)
@@ -217,7 +254,7 @@ def test_the_width_of_a_cta_changes_no_bit():
         assert torch.equal(own["final_state"][0], found["final_state"][document])
 
 
-def test_absent_outputs_change_no_bit():
+def test_absent_outputs_change_no_bit(run):
     pack = make_pack((130, 5), "bf16_k128", **FUSED)
     tiles = run_prepare(pack)
     everything = run(pack, tiles)
@@ -225,13 +262,13 @@ def test_absent_outputs_change_no_bit():
     assert torch.equal(found["o"], everything["o"]) and found.keys() == {"o"}
 
 
-def test_more_segments_than_a_grid_has_rows():
+def test_more_segments_than_a_grid_has_rows(launcher):
     """grid.y and grid.z stop at 65,535; all documents but two are empty."""
     pack = make_pack((3, *[0] * 70_000, 4), "bf16_k64", HV=1, **FUSED, initial_state=None)
     nothing = dict.fromkeys(("initial_state", "segment_entry", "final_state", "h", "v_new", "checkpoints"))
     values = scan_values(pack, run_prepare(pack)) | nothing | {"checkpoint_chunks": 0}
     found, expected = poisoned(7, 1, 64, dtype=torch.bfloat16), poisoned(7, 1, 64, dtype=torch.bfloat16)
-    launch_on_device("chunk_scan", pack.variant, values | {"o": found}, {"o": found})
+    launcher("chunk_scan", pack.variant, values | {"o": found}, {"o": found})
     launch_twin("chunk_scan", pack.variant, values | {"o": expected}, {})
     assert_close("o", by_head("o", found), by_head("o", expected), TWIN_TOLERANCE)
 
@@ -248,14 +285,14 @@ BAD = {name: case for name, case in BAD_BLOCKS.items() if name != "no threads"} 
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_arguments_are_refused(case):
+def test_bad_arguments_are_refused(run, case):
     change, message = BAD[case]
     pack = make_pack((70,), "bf16_k64", H=2, HV=4, **FUSED)
     with pytest.raises(UnsupportedProblemError, match=message):
         run(pack, run_prepare(pack), **change)
 
 
-def test_a_row_without_a_document_writes_nothing():
+def test_a_row_without_a_document_writes_nothing(run):
     pack = make_pack((70,), "bf16_k64", **FUSED)
     tables = replace(pack.tables, segment_table=edited(pack.tables.segment_table, 0, 0, -1))
     found = run(replace(pack, tables=tables), run_prepare(pack))

@@ -18,11 +18,22 @@ from ..programs.pipeline import Pack, launch, make_tables, record_of
 VARIANTS = ("bf16_k64", "bf16_k128", "fp16_k128")
 
 
-def device_record(program: str, variant: str) -> Record:
-    """The smxx record whose cpu twin is called ``variant``."""
+def device_record(program: str, variant: str, family: str = "smxx") -> Record:
+    """The CUDA record whose cpu twin is called ``variant``."""
     records = import_module(f"cake_kda_jit.programs.{program}").PROGRAM.records
     name = variant.removesuffix("_tiles_bf16")
-    return next(record for record in records if record.variant == name and record.family == "smxx")
+    return next(record for record in records if record.variant == name and record.family == family)
+
+
+def cuda_families(program: str) -> tuple[str, ...]:
+    """The CUDA families that the program has."""
+    records = import_module(f"cake_kda_jit.programs.{program}").PROGRAM.records
+    return tuple(dict.fromkeys(record.family for record in records if record.family != "cpu"))
+
+
+def device_has(family: str) -> bool:
+    """Whether the device can run a family."""
+    return family in arch_of_device(torch.device("cuda", 0)).families
 
 
 def on_device(tensor: Tensor) -> Tensor:
@@ -31,9 +42,11 @@ def on_device(tensor: Tensor) -> Tensor:
     return memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
-def launch_on_device(program: str, variant: str, values: dict[str, object], outputs: dict[str, Tensor]) -> None:
-    """Launch the smxx record with copies of the tensors; the outputs come back in place."""
-    record = device_record(program, variant)
+def launch_on_device(
+    program: str, variant: str, values: dict[str, object], outputs: dict[str, Tensor], *, family: str = "smxx"
+) -> None:
+    """Launch the family's record with copies of the tensors; the outputs come back in place."""
+    record = device_record(program, variant, family)
     moved = {name: on_device(value) if isinstance(value, Tensor) else value for name, value in values.items()}
     fields = {field.name for field in record.entry.fields}
     addresses = {

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
 import torch
 
 from cake_kda_jit.bench.problems import BUDGETS, relative_error
-from cake_kda_jit.errors import UnsupportedProblemError
+from cake_kda_jit.catalog import registry
+from cake_kda_jit.compiler.build import build
+from cake_kda_jit.errors import ToolchainNotFound, UnsupportedProblemError
 from cake_kda_jit.reference import recurrent_kda, transfer_walk_reference
 
 from .pipeline import (
@@ -277,3 +280,15 @@ def test_a_table_that_pack_tables_does_not_write_is_refused(column, value):
     tables = replace(pack.tables, segment_table=edited(pack.tables.segment_table, 0, column, value))
     with pytest.raises(UnsupportedProblemError, match=r"segment_table\[0\] is document"):
         run_scan(replace(pack, tables=tables), run_prepare(pack))
+
+
+@pytest.mark.parametrize("variant", ["bf16_k64", "bf16_k128", "fp16_k128"])
+def test_sm90_products_are_not_serialized(variant):
+    """ptxas notes C7508 to C7519: setmaxnreg was ignored, or wgmma made to wait, at a fraction of the speed."""
+    try:
+        artifact = build(registry().get("chunk_scan", variant, "sm90"), "sm_90a")
+    except ToolchainNotFound as error:
+        pytest.skip(f"no nvcc: {error.cause}")
+    logs = [path.read_text() for path in artifact.directory.iterdir() if path.suffix in (".txt", ".log", ".json")]
+    assert any("ptxas info" in log for log in logs)
+    assert not any(re.search(r"C75\d\d|wgmma\.mma_async instructions are serialized", log) for log in logs)

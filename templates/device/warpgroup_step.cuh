@@ -1,0 +1,43 @@
+// One chunk's step of a state S [K, V], held transposed in the registers of the warpgroups that own its value columns:
+//
+//     x = v - ke S          v' = Tinv (beta x)          S <- diag(e^G_last) S + kg^T v'
+//
+// What is rounded, and the order of every sum, is that of state_step.cuh; the two are compared bit by bit in
+// tests/gpu/test_chunk_scan_gpu.py. Included after state_step.cuh and warpgroup_tiles.cuh.
+#include <cstdint>
+
+namespace {
+
+// Starts x = v - ke S, given v in x, and rounds S.
+__device__ __forceinline__ void start_errors(TokenSums& x, StateFactor& rounded, const State& S, uint64_t ke) {
+  pack(rounded, S);
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < kStateSteps; ++k) wgmma_minus_rows_64(x, rounded[k], step_of_columns(ke, k), 1);
+  wgmma_commit();
+}
+
+// Starts v' = Tinv (beta x), given beta x in two parts.
+__device__ __forceinline__ void start_solve(TokenSums& sum, const TokenFactor& low, const TokenFactor& high,
+                                            uint64_t Tinv) {
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < kTokenSteps; ++k) {
+    wgmma_rows_64(sum, low[k], step_of_columns(Tinv, k), k > 0);
+    wgmma_rows_64(sum, high[k], step_of_columns(Tinv, k), 1);
+  }
+  wgmma_commit();
+}
+
+// Starts S += kg^T v', and rounds v'. A product starts as soon as its factor's step is rounded.
+__device__ __forceinline__ void start_advance(State& S, TokenFactor& v_new, const TokenSums& sum, uint64_t kg) {
+#pragma unroll
+  for (int k = 0; k < kTokenSteps; ++k) {
+    pack_step(v_new[k], sum[2 * k], sum[2 * k + 1]);
+    wgmma_fence();
+    wgmma_columns_{{ head_dim }}(S, v_new[k], step_of_rows(kg, k), 1);
+  }
+  wgmma_commit();
+}
+
+}  // namespace

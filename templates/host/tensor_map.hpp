@@ -1,0 +1,48 @@
+// Descriptions of tile tensors for the bulk copy engine, made on the host. Included after args.jinja.
+#include <cstdint>
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+namespace {
+
+// The driver's encoder, by the run-time library: nothing links with the driver.
+Status find_encoder(decltype(&cuTensorMapEncodeTiled)& encoder) {
+  void* found = nullptr;
+  cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
+#if CUDART_VERSION >= 12050
+  const cudaError_t error =
+      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
+#else
+  const cudaError_t error = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &result);
+#endif
+  if (error != cudaSuccess || result != cudaDriverEntryPointSuccess) {
+    return fail(kLaunchFailed, "cuTensorMapEncodeTiled is not in this driver (%s)", cudaGetErrorName(error));
+  }
+  encoder = reinterpret_cast<decltype(encoder)>(found);
+  return kOk;
+}
+
+// [num_tiles, rows, columns] bf16, contiguous, in boxes of box_rows x 64 whose 16-byte pieces are exchanged among 8
+// rows. No tiles: nothing is described.
+Status describe_tiles(CUtensorMap& map, const void* tiles, int64_t num_tiles, int rows, int columns, int box_rows) {
+  if (num_tiles == 0) return kOk;
+  static decltype(&cuTensorMapEncodeTiled) encoder = nullptr;
+  if (!encoder) {
+    const Status status = find_encoder(encoder);
+    if (status != kOk) return status;
+  }
+  const cuuint64_t size[3] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows),
+                              static_cast<cuuint64_t>(num_tiles)};
+  const cuuint64_t strides[2] = {2 * size[0], 2 * size[0] * size[1]};
+  const cuuint32_t box[3] = {64, static_cast<cuuint32_t>(box_rows), 1}, steps[3] = {1, 1, 1};
+  const CUresult result =
+      encoder(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void*>(tiles), size, strides, box, steps,
+              CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+              CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result == CUDA_SUCCESS) return kOk;
+  return fail(kLaunchFailed, "cuTensorMapEncodeTiled refuses %lld tiles of %d x %d at %p (CUresult %d)",
+              static_cast<long long>(num_tiles), rows, columns, tiles, static_cast<int>(result));
+}
+
+}  // namespace
