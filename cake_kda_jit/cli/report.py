@@ -64,8 +64,8 @@ def _print_rows(rows: list[report.Row]) -> None:
         mix = " ".join(f"{name} {number}" for name, number in row.instructions.items())
         reason = "-" if not row.note else "not counted"
         function = row.function.removeprefix(f"{row.program}__{row.variant}__") or "-"
-        lines.append((row.program, row.variant, row.arch, function, *numbers, seconds, mix or reason))
-    names = ("program", "variant", "target", "kernel", *_COLUMNS.values(), "seconds", "instructions")
+        lines.append((row.program, row.variant, row.family, row.arch, function, *numbers, seconds, mix or reason))
+    names = ("program", "variant", "family", "target", "kernel", *_COLUMNS.values(), "seconds", "instructions")
     print_table(names, lines, right=(*_COLUMNS.values(), "seconds"))
     for note in dict.fromkeys(row.note for row in rows if row.note):
         print(f"instructions not counted: {note}")
@@ -76,8 +76,7 @@ def _print_changes(changes: list[report.Change], arguments: argparse.Namespace) 
         print_json([_as_json(change) for change in changes])
         return 0
     for change in changes:
-        program, variant, arch, function = change.name
-        name = f"{program} {variant} {arch} {function}".rstrip()
+        name = " ".join(change.name).rstrip()
         if change.before is None or change.after is None:
             print(f"{name}: only in {arguments.diff[change.before is None]}")
             continue

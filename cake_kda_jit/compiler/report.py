@@ -24,6 +24,7 @@ NUMBERS = ("registers", "spill_store_bytes", "spill_load_bytes", "stack_bytes", 
 class Row:
     """One kernel function of one library, or a library of the cpu family, which has none.
 
+    Two families can have a variant for one target, so ``family`` is a part of a row's name.
     ``numbers`` has registers, spilled, stack, shared and constant bytes of the function, and ``library_bytes``.
     ``seconds`` is the time of the whole library's compilation, None where it was left out. ``instructions`` are the
     function's instructions by group, empty where nothing was disassembled; ``note`` then says why, and is empty for a
@@ -32,6 +33,7 @@ class Row:
 
     program: str
     variant: str
+    family: str
     arch: str
     function: str
     numbers: dict[str, int]
@@ -43,15 +45,16 @@ class Row:
     note: str = ""
 
     @property
-    def name(self) -> tuple[str, str, str, str]:
+    def name(self) -> tuple[str, str, str, str, str]:
         """What is the same in two directories."""
-        return (self.program, self.variant, self.arch, self.function)
+        return (self.program, self.variant, self.family, self.arch, self.function)
 
     def as_json(self) -> dict[str, Any]:
         """Return it as plain JSON values."""
         return {
             "program": self.program,
             "variant": self.variant,
+            "family": self.family,
             "arch": self.arch,
             "function": self.function,
             **self.numbers,
@@ -95,6 +98,7 @@ def _rows(entry: Path) -> Iterator[Row]:
         yield Row(
             record["program"],
             record["variant"],
+            record["family"],
             arch,
             name if seen[name] == 1 else f"{name} #{seen[name]}",
             numbers,
@@ -124,7 +128,7 @@ class Change:
     ``before`` and ``after`` are None where a directory does not have the kernel.
     """
 
-    name: tuple[str, str, str, str]
+    name: tuple[str, str, str, str, str]
     before: Row | None
     after: Row | None
     changed: dict[str, tuple[int | None, int | None]]

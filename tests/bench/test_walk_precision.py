@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 
 import pytest
@@ -9,8 +10,9 @@ import torch
 
 from cake_kda_jit import transfer_walk
 from cake_kda_jit.bench import walk_precision
-from cake_kda_jit.bench.walk_precision import CASES, FORMS, make_summaries, walk_errors
-from cake_kda_jit.programs import transfer_walk as program
+from cake_kda_jit.bench.walk_precision import CASES, make_summaries, walk_errors
+from cake_kda_jit.catalog import registry
+from cake_kda_jit.programs.transfer_walk import FORMS
 
 # After 64 near-identity segments, as docs/numerics.md states them for truncating accumulation.
 DESIGNED = {
@@ -30,13 +32,17 @@ BOUNDS = {
 }
 
 
+def errors_of(form: str, M: torch.Tensor, B: torch.Tensor, **options) -> dict[int, float]:
+    return walk_errors(registry().get("transfer_walk", form, "cpu"), M, B, **options)
+
+
 @cache
 def summaries_of(case: str, head_dim: int = 64):
     return make_summaries(CASES[case], 256, heads=1, head_dim=head_dim)
 
 
 def test_the_forms_are_those_of_the_program():
-    assert set(FORMS) == set(program.FORMS) == set(DESIGNED) == set(BOUNDS)
+    assert set(FORMS) == set(DESIGNED) == set(BOUNDS)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -44,7 +50,7 @@ def test_the_forms_are_those_of_the_program():
 @pytest.mark.parametrize("form", FORMS)
 def test_near_identity_segments_reproduce_the_table(form, transpose, head_dim):
     """Within a factor of 2, as the summaries are others: what truncation loses in a direction depends on its states."""
-    errors = walk_errors(form, *summaries_of("near identity", head_dim), transpose=transpose)
+    errors = errors_of(form, *summaries_of("near identity", head_dim), transpose=transpose)
     assert DESIGNED[form] / 2 < errors[64] < 2 * DESIGNED[form]
     assert max(errors.values()) < 2 * DESIGNED[form]
     assert errors[256] < 1.2 * errors[16], "the error grows with the number of segments"
@@ -56,7 +62,7 @@ def test_near_identity_segments_reproduce_the_table(form, transpose, head_dim):
 def test_other_summaries_stay_within_the_bounds(form, case, transpose):
     segments = 256 if form == "bf16x3_hw64" else 64
     M, B = (tensor[:segments] for tensor in summaries_of(case))
-    errors = walk_errors(form, M, B, transpose=transpose)
+    errors = errors_of(form, M, B, transpose=transpose)
     assert max(errors.values()) <= BOUNDS[form]
     assert errors[segments] < 1.2 * max(errors[1], errors[4]), "the error grows with the number of segments"
 
@@ -71,15 +77,21 @@ def test_the_summaries_are_what_their_names_say():
 def test_half_width_has_the_bits_of_full_width():
     M, B = make_summaries(CASES["near identity"], 16, heads=2, head_dim=128)
     initial = torch.randn(2, 2, 128, 128, generator=torch.Generator().manual_seed(3))
-    results = [transfer_walk(M, B, initial, torch.tensor([0, 5, 16]), **FORMS[n]) for n in ("bf16x3_hw64", "bf16x3")]
+    offsets = torch.tensor([0, 5, 16])
+    results = [transfer_walk(M, B, initial, offsets, variant=name) for name in ("bf16x3_hw64", "bf16x3")]
     for narrow, full in zip(*results):
         assert torch.equal(narrow, full)
 
 
-def test_the_script_prints_a_table(monkeypatch, capsys):
+def test_the_script_prints_a_table_and_prints_it_again(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(walk_precision, "COUNTS", (1, 4))
-    assert walk_precision.main(["--head-dim", "64"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    path = tmp_path / "rows.json"
+    assert walk_precision.main(["--head-dim", "64", "--json", str(path)]) == 0
+    text = capsys.readouterr().out
+    lines = text.splitlines()
     assert lines[0].startswith("K = V = 64, segments of 32 tokens, heads: 1; ")
-    rows = [line for line in lines if line.startswith("| ") and "`" in line]
+    rows = [line for line in lines if line.startswith("| ") and "`cpu " in line]
     assert len(rows) == len(CASES) * len(FORMS) and all(row.count("|") == 5 for row in rows)
+    assert len(json.loads(path.read_text())["rows"]) == len(rows)
+    assert walk_precision.main(["--table", str(path)]) == 0
+    assert capsys.readouterr().out == text

@@ -287,15 +287,15 @@ def test_report(cli, two_builds):
     )
     code, out, _ = cli("report")
     head, line = out.splitlines()[:2]
-    assert code == 0 and head.split()[:5] == ["program", "variant", "target", "kernel", "registers"]
-    assert line.split()[:5] == ["tiny", "fp32", "sm_90a", "scale", "168"], "the default is the user cache"
+    assert code == 0 and head.split()[:6] == ["program", "variant", "family", "target", "kernel", "registers"]
+    assert line.split()[:6] == ["tiny", "fp32", "smxx", "sm_90a", "scale", "168"], "the default is the user cache"
     assert cli("report", "--arch", "sm_80")[0] == 1, "there is nothing to show"
 
 
 def test_report_diff(cli, two_builds):
     code, out, _ = cli("report", "--diff", *two_builds)
     assert code == 0
-    assert "tiny fp32 sm_90a scale: registers 160 -> 168, spill_store_bytes 16 -> 0" in out
+    assert "tiny fp32 smxx sm_90a scale: registers 160 -> 168, spill_store_bytes 16 -> 0" in out
     assert out.endswith("1 kernels differ\n")
     assert json.loads(cli("report", "--diff", *two_builds, "--json")[1])[0]["changed"]["registers"] == [160, 168]
     assert cli("report", "--diff", two_builds[0], two_builds[0])[1] == "0 kernels differ\n"
