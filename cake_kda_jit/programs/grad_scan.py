@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..record import Field, Program, cpu_entry
-from .common import cpu_tile_records
+from .common import cpu_tile_records, smxx_tile_records
 from .tile_fields import BETA, HEAD_BLOCK, PREPARED_TILES, TABLES
 
 FIELDS = (
@@ -39,5 +39,5 @@ ENTRY = cpu_entry(FIELDS)
 PROGRAM = Program(
     name="grad_scan",
     summary="replay of h and v' per checkpoint interval, and the reverse scan of dS and z per segment",
-    records=cpu_tile_records("grad_scan", ENTRY),
+    records=cpu_tile_records("grad_scan", ENTRY) + smxx_tile_records("grad_scan", FIELDS),
 )

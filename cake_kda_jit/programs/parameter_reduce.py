@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..arch import CPU_ARCHES
-from ..record import Field, Limits, Program, Record, cpu_entry, make_params
+from ..arch import CPU_ARCHES, CUDA_ARCHES
+from ..record import Entry, Field, Limits, Program, Record, cpu_entry, make_params
 
 FIELDS = (
     Field("partial_A_log", "ptr", "[chunks, HV] fp32 or null"),
@@ -31,5 +31,15 @@ PROGRAM = Program(
             entry=ENTRY,
             limits=Limits(max_spill_bytes=None),
         ),
+        Record(
+            program="parameter_reduce",
+            variant="fp32",
+            family="smxx",
+            params=make_params(),
+            archs=CUDA_ARCHES,
+            template="smxx/parameter_reduce.cu.jinja",
+            entry=Entry(FIELDS),
+        ),
     ),
+    bytes_note="4 per chunk and value head for dA_log, 4 K for ddt_bias",
 )

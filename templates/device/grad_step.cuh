@@ -4,7 +4,8 @@
 //     dv' = Aqk^T do + kg dS          z = Tinv^T dv'          dS <- diag(e^G_last) dS + qg^T do - ke^T (beta z)
 //
 // The reverse scan and the summary D of a segment both run this code. dS is rounded to bf16 where it is a factor, as
-// are dv', z and beta z; the z that is stored is the one that is used. Included after state_step and token_rows.cuh.
+// are z and beta z; the z that is stored is the one that is used. dv' is the sum of two bf16 numbers as a factor, for
+// the reason that beta x is forwards. Included after state_step and token_rows.cuh.
 #include <cstdint>
 
 namespace {
@@ -16,10 +17,10 @@ __device__ __forceinline__ void solve_value_gradients(TokenFactor& z, const Stat
   TokenSums sum{};
   multiply_lower_columns(sum, do_, Aqk);
   multiply_rows<kHeadDim>(sum, dS, kg);
-  TokenFactor dv_new;
-  pack(dv_new, sum);
+  TokenFactor high, low;
+  split(high, low, sum);
   TokenSums solved{};
-  multiply_lower_columns(solved, dv_new, Tinv);
+  multiply_lower_columns(solved, low, high, Tinv);
   pack(z, solved);
 }
 
@@ -36,11 +37,16 @@ __device__ __forceinline__ void weigh_gradients(TokenFactor& weighed, const Toke
   }
 }
 
-__device__ __forceinline__ void retreat_state_gradient(State& dS, const TokenFactor& weighed_z, const TokenFactor& do_,
-                                                       const SharedTile<kHeadDim>& qg, const SharedTile<kHeadDim>& ke,
-                                                       const float2* decay_total) {
+// dS <- diag(e^G_last) dS + qg^T do: the part of the step that does not wait for z.
+__device__ __forceinline__ void add_query_gradients(State& dS, const TokenFactor& do_, const SharedTile<kHeadDim>& qg,
+                                                    const float2* decay_total) {
   decay_state(dS, decay_total);
   multiply_columns<kHeadDim>(dS, do_, qg);
+}
+
+// dS <- dS - ke^T (beta z).
+__device__ __forceinline__ void subtract_key_gradients(State& dS, const TokenFactor& weighed_z,
+                                                       const SharedTile<kHeadDim>& ke) {
   multiply_columns<kHeadDim>(dS, weighed_z, ke);
 }
 

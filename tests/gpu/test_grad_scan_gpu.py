@@ -1,0 +1,334 @@
+"""grad_scan on a CUDA device: against its cpu twin, FP64 and chunk_scan's own bits, outputs poisoned with NaN."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cake_kda_jit.errors import UnsupportedProblemError
+
+from ..programs.gradients import do_values
+from ..programs.pipeline import (
+    BAD_BLOCKS,
+    CHUNK,
+    Pack,
+    assert_near,
+    edited,
+    exact_beta,
+    make_pack,
+    poisoned,
+    record_of,
+    run_prepare,
+    scan_values,
+    table_values,
+)
+from ..programs.pipeline import launch as launch_on_host
+from ..programs.test_chunk_scan import scan_outputs
+from ..programs.test_grad_scan import is_first, is_last, states
+from .twins import VARIANTS, assert_close, bits, document_of, launch_on_device, launch_twin
+
+pytestmark = pytest.mark.gpu
+
+EDGES = (0, 1, 63, 64, 65, 0, 200)
+SEGMENTED = (0, 300, 64, 0, 130)
+FUSED = {"gate_form": "bounded", "beta_form": "sigmoid", "l2norm": True}
+REPLAYED = ("h", "v_new")
+
+# dS, dv' and beta z are rounded to bf16 as factors, 2^-9 each, which the twin does with z alone. Weak gates keep what a
+# step lost: that adds up over a few chunks.
+TWIN_TOLERANCE = 4e-3
+
+
+def run(pack: Pack, tiles, *, heads=None, launcher=launch_on_device, dfinal_state="random", **given):
+    """Every output of one launch, h and v_new where checkpoints are given; those set to None are left out."""
+    num_heads, chunks, K = (heads or (0, pack.HV))[1], pack.tables.num_chunks, pack.K
+    outputs = {name: poisoned(num_heads, chunks, K, K, dtype=torch.bfloat16) for name in ("dS", "h")}
+    outputs |= {name: poisoned(num_heads, chunks, CHUNK, K, dtype=torch.bfloat16) for name in ("z", "v_new")}
+    outputs["dinitial_state"] = poisoned(len(pack.lengths), pack.HV, K, K)
+    if dfinal_state == "random":
+        dfinal_state = states(pack, len(pack.lengths))
+    absent = dict.fromkeys(("checkpoints", "segment_dexit")) | {"checkpoint_chunks": 1}
+    values = absent | scan_values(pack, tiles, heads) | do_values(pack) | outputs
+    values |= {"dfinal_state": dfinal_state} | given
+    launcher("grad_scan", pack.variant, values, outputs)
+    unused = () if values["checkpoints"] is not None else REPLAYED
+    assert all(outputs[name].isnan().all() for name in unused), "without checkpoints nothing is replayed"
+    return {name: tensor for name, tensor in outputs.items() if values[name] is not None and name not in unused}
+
+
+def run_scan(pack: Pack, tiles, *, launcher=launch_on_device, **given):
+    """All that chunk_scan keeps: h, v_new and checkpoints."""
+    outputs = scan_outputs(pack, pack.HV, given.get("checkpoint_chunks", 1))
+    values = scan_values(pack, tiles) | {"initial_state": pack.initial_state, "segment_entry": None} | outputs
+    launcher("chunk_scan", pack.variant, values | {"checkpoint_chunks": 1} | given, outputs)
+    return outputs
+
+
+def assert_same_bits(found, expected) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert torch.equal(bits(tensor), bits(expected[name])), name
+
+
+def assert_like_twin(pack: Pack, tiles, found, **options) -> None:
+    expected = run(pack, tiles, launcher=launch_twin, **options)
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert_close(name, tensor, expected[name], TWIN_TOLERANCE)
+
+
+def assert_exact_steps(pack: Pack, tiles, found, segment_dexit=None) -> None:
+    """Each chunk in FP64 from the stored dS and z: that is where the kernel rounds, so dS is otherwise exact."""
+    tiles = {name: tile.double() for name, tile in tiles.items()}
+    beta, do = exact_beta(pack).T.unsqueeze(-1), pack.do.bfloat16().double().transpose(0, 1)
+    dfinal_state = states(pack, len(pack.lengths)).double()
+    chunks, segments = pack.tables.chunks(), pack.tables.segments()
+    expected = {name: torch.full_like(found[name], float("nan"), dtype=torch.float64) for name in ("dS", "z")}
+    expected["dinitial_state"] = torch.zeros_like(dfinal_state)
+    for index, (document, first_chunk, num_chunks, summary_row) in enumerate(segments):
+        dS = dfinal_state[document] if is_last(segments, index) else segment_dexit[summary_row].double()
+        for chunk in reversed(range(first_chunk, first_chunk + num_chunks)):
+            _, token, count, _ = chunks[chunk]
+            rows = slice(token, token + count)
+            ke, qg, kg = (tiles[name][:, chunk, :count] for name in ("ke", "qg", "kg"))
+            Aqk, Tinv = (tiles[name][:, chunk, :count, :count] for name in ("Aqk", "Tinv"))
+            factor, z = found["dS"][:, chunk].double().mT, found["z"][:, chunk, :count].double()
+            expected["dS"][:, chunk] = dS.mT
+            dv_new = Aqk.mT @ do[:, rows] + kg @ factor
+            rounded = dv_new.bfloat16().double()
+            # Half a bf16 unit, 2^-9, and now and then a dv' that fell to the other side of a tie.
+            assert_close("z", z, Tinv.mT @ rounded + (dv_new - rounded), 2.5e-3)
+            assert not found["z"][:, chunk, count:].any(), "rows past the chunk's end are 0"
+            weighed = (beta[:, rows] * z).bfloat16().double()
+            dS = tiles["decay_total"][:, chunk].unsqueeze(-1) * dS + qg.mT @ do[:, rows] - ke.mT @ weighed
+        if is_first(segments, index):
+            expected["dinitial_state"][document] = dS
+    for name in ("dS", "dinitial_state"):
+        # fp32 sums that tensor cores truncate, and a beta z that fell to the other side of a tie.
+        assert_near(name, found[name], expected[name], 1e-4)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_output(variant):
+    pack = make_pack(EDGES, variant, H=1, HV=3, **FUSED)
+    tiles = run_prepare(pack)
+    found = run(pack, tiles)
+    assert_like_twin(pack, tiles, found)
+    assert_exact_steps(pack, tiles, found)
+
+
+def test_long_weak_gates():
+    """A gradient that forgets little carries the roundings of many chunks."""
+    pack = make_pack((1500, 300), "bf16_k128", **FUSED | {"gate_form": "ready"})
+    pack.g.mul_(0.01)
+    tiles = run_prepare(pack)
+    found = run(pack, tiles)
+    assert_like_twin(pack, tiles, found)
+    assert_exact_steps(pack, tiles, found)
+
+
+def test_hard_resets():
+    pack = make_pack((150, 40), "bf16_k128", gate_form="ready")
+    pack.g[[30, 64, 149, 150]] = -torch.inf
+    pack.g[100, :, ::2] = -torch.inf
+    tiles = run_prepare(pack)
+    found = run(pack, tiles)
+    assert_exact_steps(pack, tiles, found)
+    assert not found["dinitial_state"][1].any(), "nothing passes a reset of every channel"
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("interval", [1, 2, 3, 100])
+def test_segments_and_the_bits_of_the_replay(variant, interval):
+    pack = make_pack(SEGMENTED, variant, **FUSED).cut(3 * CHUNK)
+    tiles = run_prepare(pack)
+    entry = states(pack, int(pack.tables.summary_offsets[-1]), seed=7)
+    kept = run_scan(pack, tiles, segment_entry=entry, checkpoint_chunks=interval)
+    found = run(pack, tiles, segment_dexit=entry, checkpoints=kept["checkpoints"], checkpoint_chunks=interval)
+    assert_same_bits({name: found[name] for name in REPLAYED}, {name: kept[name] for name in REPLAYED})
+    assert_exact_steps(pack, tiles, found, entry)
+    alone = run(pack, tiles, segment_dexit=entry)
+    assert_same_bits({name: found[name] for name in alone}, alone)
+    assert_like_twin(pack, tiles, alone, segment_dexit=entry)
+    assert torch.equal(found["dinitial_state"][[0, 3]], states(pack, len(SEGMENTED))[[0, 3]])
+
+
+def test_many_segments_find_their_checkpoints():
+    """Rows of checkpoints are found by a search that divides the segments by 32."""
+    lengths = tuple((37 * n) % 200 for n in range(1200))
+    pack = make_pack(lengths, "bf16_k64", HV=1, **FUSED)
+    tiles = run_prepare(pack)
+    kept = run_scan(pack, tiles, checkpoint_chunks=2)
+    found = run(pack, tiles, checkpoints=kept["checkpoints"], checkpoint_chunks=2)
+    assert_same_bits({name: found[name] for name in REPLAYED}, {name: kept[name] for name in REPLAYED})
+
+
+def test_without_final_gradient_it_starts_from_zeros():
+    pack = make_pack((70, 0), "bf16_k128", **FUSED)
+    tiles = run_prepare(pack)
+    found = run(pack, tiles, dfinal_state=None)
+    assert_same_bits(found, run(pack, tiles, dfinal_state=torch.zeros(2, 2, 128, 128)))
+    assert not found["dS"][:, 1].any() and not found["dinitial_state"][1].any()
+
+
+@pytest.mark.parametrize("lengths", [(0,), (0, 0), (0, 65, 0)])
+def test_empty_documents_pass_their_gradient(lengths):
+    pack = make_pack(lengths, "bf16_k64", **FUSED)
+    found = run(pack, run_prepare(pack))["dinitial_state"]
+    for document, length in enumerate(lengths):
+        assert torch.equal(found[document], states(pack, len(lengths))[document]) == (length == 0)
+
+
+def test_poisoned_rows_and_strides():
+    """NaN behind the pack and between elements, spare rows of the tables and odd addresses change nothing."""
+    pack = make_pack((70, 5), "bf16_k128", **FUSED)
+    tiles = run_prepare(pack)
+    checkpoints = run_scan(pack, tiles)["checkpoints"]
+    expected = run(pack, tiles, checkpoints=checkpoints)
+    values, tables = table_values((70, 5), max_chunks=3, max_segments=4)
+    launch_on_host(record_of("pack_tables", "int64"), values)
+    nans = torch.full((90, pack.HV, 128, 2), float("nan"), dtype=torch.bfloat16)
+    nans[:75, ..., 0], nans[:75, ..., 1] = pack.v, pack.do
+    beta = torch.full((90, pack.HV + 1), float("nan"), dtype=torch.bfloat16)
+    beta[:75, 1:] = pack.beta
+    hidden = replace(pack, v=nans[..., 0], do=nans[..., 1], beta=beta[:, 1:], tables=tables)
+    checkpoints = torch.cat([checkpoints, poisoned(2, *checkpoints.shape[1:])])
+    assert_same_bits(run(hidden, tiles, checkpoints=checkpoints), expected)
+    odd = torch.empty(pack.do.numel() + 1, dtype=torch.bfloat16)[1:].view(pack.do.shape).copy_(pack.do)
+    assert_same_bits(run(replace(pack, do=odd), tiles), run(pack, tiles))
+
+
+@pytest.mark.parametrize("dims", [(0,), (1,), (2,), (0, 1, 2)])
+def test_expanded_gradients(dims):
+    """do of stride 0, as a sum's or a mean's backward gives it."""
+    pack = make_pack((70, 5), "bf16_k128", **FUSED)
+    tiles = run_prepare(pack)
+    shape = tuple(1 if dim in dims else size for dim, size in enumerate(pack.do.shape))
+    narrow = torch.randn(shape, generator=torch.Generator().manual_seed(4)).bfloat16()
+    expanded = narrow.expand(pack.do.shape)
+    assert all(expanded.stride(dim) == 0 for dim in dims)
+    found = run(replace(pack, do=expanded), tiles)
+    assert_same_bits(found, run(replace(pack, do=expanded.contiguous()), tiles))
+
+
+@pytest.mark.parametrize("heads", [(0, 2), (2, 4)])
+def test_a_head_block_has_the_bits_of_the_whole(heads):
+    first, count = heads
+    inside = torch.zeros(6, dtype=torch.bool)
+    inside[first : first + count] = True
+    pack = make_pack((150, 5), "bf16_k128", H=3, HV=6, **FUSED)
+    tiles = run_prepare(pack)
+    given = {"checkpoints": run_scan(pack, tiles)["checkpoints"]}
+    whole = run(pack, tiles, **given)
+    found = run(pack, {name: tile[inside].contiguous() for name, tile in tiles.items()}, heads=heads, **given)
+    whole_state, found_state = whole.pop("dinitial_state"), found.pop("dinitial_state")
+    assert_same_bits(found, {name: tensor[inside].contiguous() for name, tensor in whole.items()})
+    assert torch.equal(found_state[:, inside], whole_state[:, inside])
+    assert found_state[:, ~inside].isnan().all(), "other heads are left alone"
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_same_bits_every_time(variant):
+    pack = make_pack((700, 70, 300), variant, H=2, HV=4, **FUSED)
+    tiles = run_prepare(pack)
+    given = {"checkpoints": run_scan(pack, tiles, checkpoint_chunks=2)["checkpoints"], "checkpoint_chunks": 2}
+    found = run(pack, tiles, **given)
+    for _ in range(10):
+        assert_same_bits(run(pack, tiles, **given), found)
+
+
+def test_neighbours_change_no_bit():
+    pack = make_pack((40, 170, 9), "bf16_k128", **FUSED)
+    dfinal_state = states(pack, 3)
+    found = run(pack, run_prepare(pack))
+    alone = document_of(pack, 1)
+    own = run(alone, run_prepare(alone), dfinal_state=dfinal_state[1:2].contiguous())
+    assert torch.equal(own["dinitial_state"][0], found["dinitial_state"][1])
+    for name in ("dS", "z"):
+        assert torch.equal(own[name], found[name][:, 1:4]), name
+
+
+def test_the_number_of_ctas_changes_no_bit():
+    """Many documents leave no processor to themselves, one alone gets deeper stages."""
+    pack = make_pack((70, *range(1, 80)), "bf16_k128", HV=1, **FUSED)
+    dfinal_state = states(pack, 80)
+    found = run(pack, run_prepare(pack))
+    for document in (0, 1, 66):
+        alone = document_of(pack, document)
+        own = run(alone, run_prepare(alone), dfinal_state=dfinal_state[document : document + 1].contiguous())
+        assert torch.equal(own["dinitial_state"][0], found["dinitial_state"][document])
+
+
+def test_D_of_a_summary_has_the_bits_of_a_scan_from_zero():
+    pack = make_pack((300, 64, 130), "bf16_k128", **FUSED | {"gate_form": "ready"}).cut(128, summarize_all=1)
+    pack.g.mul_(0.02)
+    tiles = run_prepare(pack)
+    rows = int(pack.tables.summary_offsets[-1])
+    D = poisoned(rows, pack.HV, 128, 128)
+    options = {"M": None, "B": D, "backward": 1, "skip_first_M": 0, "skip_first_B": 0, "skip_last_B": 0}
+    launch_on_device("segment_summary", pack.variant, scan_values(pack, tiles) | do_values(pack) | options, {"B": D})
+    as_documents = pack.tables.segment_table.clone()
+    as_documents[:, 0] = torch.arange(rows)
+    cut = replace(pack, tables=replace(pack.tables, segment_table=as_documents))
+    dinitial_state = poisoned(rows, pack.HV, 128, 128)
+    nothing = dict.fromkeys(("checkpoints", "segment_dexit", "dfinal_state", "h", "v_new")) | {"checkpoint_chunks": 1}
+    tile_shape = (pack.HV, pack.tables.num_chunks)
+    values = scan_values(cut, tiles) | do_values(cut) | nothing | {"dinitial_state": dinitial_state}
+    values["dS"] = poisoned(*tile_shape, 128, 128, dtype=torch.bfloat16)
+    values["z"] = poisoned(*tile_shape, CHUNK, 128, dtype=torch.bfloat16)
+    launch_on_device("grad_scan", pack.variant, values, {"dinitial_state": dinitial_state})
+    assert torch.equal(D, dinitial_state)
+
+
+def test_absent_tensors_change_no_bit():
+    """Without a replay nothing reads v; without dinitial_state nothing else changes."""
+    pack = make_pack((130, 5), "bf16_k128", **FUSED)
+    tiles = run_prepare(pack)
+    everything = run(pack, tiles)
+    found = run(pack, tiles, dinitial_state=None, v=None, h=None, v_new=None)
+    assert_same_bits(found, {name: everything[name] for name in ("dS", "z")})
+
+
+def test_more_segments_than_a_grid_has_rows():
+    """grid.y and grid.z stop at 65,535; all documents but two are empty."""
+    pack = make_pack((3, *[0] * 70_000, 4), "bf16_k64", HV=1, **FUSED, initial_state=None)
+    nothing = dict.fromkeys(("dfinal_state", "segment_dexit", "dinitial_state", "checkpoints", "h", "v_new"))
+    values = scan_values(pack, run_prepare(pack)) | do_values(pack) | nothing | {"checkpoint_chunks": 0}
+    shapes = {"dS": (1, 2, 64, 64), "z": (1, 2, CHUNK, 64)}
+    found, expected = ({n: poisoned(*shape, dtype=torch.bfloat16) for n, shape in shapes.items()} for _ in range(2))
+    launch_on_device("grad_scan", pack.variant, values | found, found)
+    launch_twin("grad_scan", pack.variant, values | expected, {})
+    for name, tensor in found.items():
+        assert_close(name, tensor, expected[name], TWIN_TOLERANCE)
+
+
+BAD = {name: case for name, case in BAD_BLOCKS.items() if name != "no threads"} | {
+    "no ke": ({"ke": None}, "ke is null"),
+    "no gradient": ({"do_": None}, "do_ is null"),
+    "no dS": ({"dS": None}, "dS is null"),
+    "no z": ({"z": None}, "z is null"),
+    "no values": ({"v": None}, "v is null"),
+    "no h": ({"h": None}, "h is null"),
+    "no segments": ({"segment_table": None}, "segment_table is null"),
+    "negative segments": ({"num_segments": -1}, "num_segments is -1"),
+    "too many segments": ({"num_segments": 2**31}, "at most 2.31 - 1 CTAs"),
+    "interval": ({"checkpoint_chunks": 0}, "checkpoint_chunks is 0"),
+    "misaligned": ({"kg": torch.zeros(4 * 2 * 64 * 64 + 1, dtype=torch.bfloat16)[1:]}, "multiple of 16"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_arguments_are_refused(case):
+    change, message = BAD[case]
+    pack = make_pack((70,), "bf16_k64", H=2, HV=4, **FUSED)
+    with pytest.raises(UnsupportedProblemError, match=message):
+        run(pack, run_prepare(pack), **{"checkpoints": states(pack, 3)} | change)
+
+
+def test_a_row_without_a_document_writes_nothing():
+    pack = make_pack((70,), "bf16_k64", **FUSED)
+    tables = replace(pack.tables, segment_table=edited(pack.tables.segment_table, 0, 0, -1))
+    found = run(replace(pack, tables=tables), run_prepare(pack), checkpoints=states(pack, 3))
+    assert all(tensor.isnan().all() for tensor in found.values())
