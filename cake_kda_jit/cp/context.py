@@ -13,7 +13,6 @@ import torch
 
 from ..errors import CakeKdaError, PlanMismatchError, UnsupportedProblemError
 from ..ops.checks import DTYPE_NAMES
-from ..ops.operators import untraced
 from ..ops.parallel import ParallelContext
 from ..ops.plan import PlanHeads
 from .agreement import ERROR, shown
@@ -158,7 +157,7 @@ class KcpContext(ParallelContext):
         """Return the exchanges for HV heads and K = V as a table: rounds, bytes, and which one is taken."""
         return self.parallel_plan.explain(num_value_heads, head_dim, self.options.exchange)
 
-    # ---- what calls need; untraced, for a graph would hold one context only ----
+    # ---- what calls need ----
 
     @cached_property
     def num_local_tokens(self) -> int:
@@ -170,7 +169,6 @@ class KcpContext(ParallelContext):
         """The spans of this rank that are not their document's first."""
         return len(self.parallel_plan.numbers_of(self.rank, Role.MIDDLE, Role.LAST))
 
-    @untraced
     def check_tokens(self, name: str, tensor: torch.Tensor) -> None:
         """See ParallelContext."""
         if tensor.shape[1] != self.num_local_tokens:
@@ -179,7 +177,6 @@ class KcpContext(ParallelContext):
                 f"{self.num_local_tokens}: give its part, partition.shard(x, rank)"
             )
 
-    @untraced
     def attention(self, tensors, transforms, *, output_final_state, keep):
         """See ParallelContext."""
         from .library import OPERATORS
@@ -191,7 +188,6 @@ class KcpContext(ParallelContext):
         )
         return o, final_state
 
-    @untraced
     def convolution(self, tensors, *, use_silu, output_final_state):
         """See ParallelContext."""
         from .library import OPERATORS

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..errors import UnsupportedProblemError
-from ..ops.operators import untraced
 from .context import KcpContext
 from .tensors import check_length
 
@@ -15,7 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-@untraced
 def gather(x_local: torch.Tensor, ctx: KcpContext, dim: int = 1) -> torch.Tensor:
     """Return the tensor of the whole pack on every rank, from each rank's tokens along ``dim``. Collective.
 

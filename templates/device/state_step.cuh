@@ -4,8 +4,8 @@
 //
 // The scan, the replay of its states and the summary B of a segment all run this code: from the same state they get the
 // same bits. S is rounded to bf16 where it is a factor and stays fp32 where it is updated; v' is rounded, and the tile
-// that is stored is the one that is used. beta x is the sum of two bf16 numbers as a factor: Tinv takes errors of beta x
-// along with it, and where keys are alike its rows cancel them only if all of an error is there. Included after
+// that is stored is the one that is used. beta x is the sum of two bf16 numbers as a factor: Tinv takes errors of
+// beta x along with it, and where keys are alike its rows cancel them only if all of an error is there. Included after
 // shared_tiles.cuh and the constant kHeadDim.
 #include <cstdint>
 

@@ -17,18 +17,6 @@ __device__ __forceinline__ void start_errors(TokenSums& x, StateFactor& rounded,
   wgmma_commit();
 }
 
-// Starts v' = Tinv (beta x), given beta x in two parts.
-__device__ __forceinline__ void start_solve(TokenSums& sum, const TokenFactor& low, const TokenFactor& high,
-                                            uint64_t Tinv) {
-  wgmma_fence();
-#pragma unroll
-  for (int k = 0; k < kTokenSteps; ++k) {
-    wgmma_rows_64(sum, low[k], step_of_columns(Tinv, k), k > 0);
-    wgmma_rows_64(sum, high[k], step_of_columns(Tinv, k), 1);
-  }
-  wgmma_commit();
-}
-
 // Starts S += kg^T v', and rounds v'. A product starts as soon as its factor's step is rounded.
 __device__ __forceinline__ void start_advance(State& S, TokenFactor& v_new, const TokenSums& sum, uint64_t kg) {
 #pragma unroll

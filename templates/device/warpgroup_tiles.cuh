@@ -57,4 +57,17 @@ __device__ __forceinline__ void start_rows(TokenSums& sum, const uint32_t (&left
   wgmma_commit();
 }
 
+// The same for a left factor in two parts.
+template <bool kStarts>
+__device__ __forceinline__ void start_rows(TokenSums& sum, const TokenFactor& low, const TokenFactor& high,
+                                           uint64_t right) {
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < kTokenSteps; ++k) {
+    wgmma_rows_64(sum, low[k], step_of_columns(right, k), k > 0 || !kStarts);
+    wgmma_rows_64(sum, high[k], step_of_columns(right, k), 1);
+  }
+  wgmma_commit();
+}
+
 }  // namespace
