@@ -28,12 +28,16 @@ THIRD_PARTY = {
     "fcntl": ("compiler",),
     "rich": ("cli",),
     "ninja": ("compiler.ninja", "compiler.toolchain"),
-    "subprocess": ("compiler.toolchain", "compiler.ninja"),
+    "subprocess": ("compiler.toolchain", "compiler.ninja", "bench.first_call"),
     "ctypes": ("runtime",),
     "torch": ("runtime", "ops", "cp", "layers", "fla", "cli", "bench", "demo", "reference"),
     "matplotlib": ("cli", "bench", "demo", "cp.plot"),
 }
-TORCH_FREE = ("ops.problem", "ops.select", "cp.partition", "cp.plan")
+TORCH_FREE = (
+    *("ops.pack", "ops.problem", "ops.select"),
+    *("cp.explain", "cp.layouts", "cp.partition", "cp.plot"),
+    *("cp.agreement", "cp.halo", "cp.options", "cp.plan", "cp.schedule", "cp.spans"),
+)
 
 
 def modules() -> list[tuple[str, Path]]:
@@ -73,6 +77,8 @@ def imports(module: str, path: Path, *, module_level: bool) -> list[tuple[bool, 
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             inner |= {id(child) for child in ast.walk(node) if child is not node}
+        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            inner |= {id(child) for statement in node.body for child in ast.walk(statement)}
     found = []
     for node in ast.walk(tree):
         if module_level and id(node) in inner:

@@ -7,11 +7,17 @@ from collections.abc import Sequence
 from importlib import import_module
 
 MEASUREMENTS = {
+    "all": "every measurement that this machine can make, one file each",
+    "backward": "speed and memory of a forward and backward on a CUDA device",
     "conv": "speed of the convolution on a CUDA device",
+    "first_call": "what a first training step waits for: kernels compiled, cached, prebuilt",
     "forward": "speed of the forward on a CUDA device",
+    "host": "the host's time per call, on any device",
     "pairs": "the set of option combinations that the tests cover, and the pairs in it",
+    "performance": "docs/performance.md and the README's table, from the files of measurements",
     "precision": "errors of chunk_kda against FP64, beside their budgets",
     "timing": "forward and backward on the CPU",
+    "training": "a short training run, the same on every device, and a picture of several",
     "walk": "speed of the transfer walk on a CUDA device",
     "walk_precision": "errors of the transfer walk's forms against FP64",
 }

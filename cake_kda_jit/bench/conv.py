@@ -36,7 +36,8 @@ def make_arms(num_tokens: int, num_channels: int, width: int, layout: str, dtype
     weight, bias = (
         torch.randn(*shape, dtype=dtype, device=device) for shape in ((num_channels, width), (num_channels,))
     )
-    inputs = ConvInputs(x, weight, bias, None, make_boundaries(layout, num_tokens, device), True, dtype)
+    boundaries = make_boundaries(layout, num_tokens, device)
+    inputs = ConvInputs(x, weight, bias, None, boundaries, has_spare_rows=False, use_silu=True)
     records = {
         name: registry().get(name, DTYPE_NAMES[dtype], "smxx").name for name in ("conv_forward", "conv_backward")
     }

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -153,8 +154,11 @@ def commit() -> str:
     return reference.read_text().strip() if reference.is_file() else "unknown"
 
 
-def write_report(path: Path, what: str, script: str, device: torch.device, rows: Sequence[Row]) -> None:
-    """Write rows as ``docs/measurements/*.json`` hold them: schema 1, with machine, commit and date."""
+def write_report(path: Path, what: str, script: str, device: torch.device, rows: Sequence[Any]) -> None:
+    """Write rows as ``docs/measurements/*.json`` hold them: schema 1, with machine, commit and date.
+
+    A row is a ``Row`` or an instance of another dataclass.
+    """
     report = {
         "schema": 1,
         "what": what,

@@ -1,22 +1,35 @@
-"""The forward's speed on a CUDA device: milliseconds and nanoseconds per token-head, whole and program by program.
+"""The forward's speed on a CUDA device, beside other libraries: milliseconds, nanoseconds per token-head, errors.
 
-Run ``python -m cake_kda_jit.bench forward [--shapes T,H,DOCUMENTS,GATES ...] [--json FILE]``.
+Run ``python -m cake_kda_jit.bench forward [--shapes T,H,DOCUMENTS,GATES ...] [--peers fla,cudnn] [--json FILE]``. The
+arms of a shape run in turn, on the same tensors. Each one's o is compared with the chunk form in FP64 for two heads of
+the first document's beginning.
 """
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from ..ops.api import chunk_kda
 from ..ops.plan import make_plan
+from ..reference import chunk_kda_reference
 from ..runtime.launch import last_launches
+from . import peers
 from .core import Arm, Row, measure, print_table, write_report
+from .problems import relative_error
 
 HEAD_DIM = 128
+CHECKED_TOKENS = 4096
+"""Of the first document, compared with FP64: every arm's o of the first and the last head."""
+STATED_BYTES = {"chunk_prepare": 768 + 2 + 1024 + 8, "chunk_scan": 1024 + 8 + 2 + 256 + 256, "segment_summary": 898}
+"""Of memory traffic per token and value head that each program states, K = V = 128, 16-bit inputs; a walk's is small.
+
+chunk_prepare reads q, k, g and beta and writes the tiles ke, qg, kg, Aqk, Tinv and decay_total; chunk_scan reads those,
+v and beta and writes o; segment_summary reads ke, kg, Tinv, v and beta.
+"""
 SHAPES = ("8192,96,1,strong", "8192,32,1,strong", "32768,32,4,strong", "124928,32,4,strong", "131072,8,1,weak")
 
 
@@ -42,6 +55,11 @@ class Shape:
         """``T 8192, H 96, 1 document, strong gates``."""
         plural = "s" if self.documents > 1 else ""
         return f"T {self.tokens}, H {self.heads}, {self.documents} document{plural}, {self.gates} gates"
+
+    @property
+    def token_heads(self) -> int:
+        """T times H."""
+        return self.tokens * self.heads
 
     def boundaries(self) -> list[int]:
         """Return document boundaries by weights 1 + 0.37 ((7 i) mod 5), lengths rounded down to 32."""
@@ -76,32 +94,79 @@ def make_inputs(shape: Shape, device: torch.device) -> tuple[list[torch.Tensor],
     return tensors, keywords
 
 
+def exact_slice(tensors: list[torch.Tensor], keywords: dict[str, object], tokens: int) -> torch.Tensor:
+    """Return o of the first and the last head of the pack's first tokens, one document, in FP64."""
+    heads = [0, tensors[0].shape[2] - 1]
+    inputs = [tensor[:, :tokens, heads].double() for tensor in tensors]
+    given = {name: value for name, value in keywords.items() if name != "plan"}
+    if "A_log" in given:
+        bias = given["dt_bias"].view(-1, HEAD_DIM)
+        given |= {"A_log": given["A_log"][heads].double(), "dt_bias": bias[heads].double()}
+    return chunk_kda_reference(*inputs, **given)[0][0]
+
+
+def our_arm(tensors: list[torch.Tensor], keywords: dict[str, object]) -> Arm:
+    """Return our own arm: what ran, and the bytes that its programs state."""
+
+    def run() -> torch.Tensor:
+        with torch.no_grad():
+            return chunk_kda(*tensors, **keywords)[0][0]
+
+    run()
+    launches = last_launches()
+    tokens, heads = tensors[0].shape[1:3]
+    # A program that runs once per block of heads runs over all of them together.
+    stated = sum(STATED_BYTES.get(program, 0) for program in {one.program for one in launches})
+    engine = ", ".join(f"{one.family}/{one.program}" for one in launches)
+    return Arm("cake_kda_jit", engine, run, bytes=stated * tokens * heads)
+
+
+def rows_of(shape: Shape, names: list[str], runs: int, device: torch.device) -> list[Row]:
+    """Return a row per arm: ours and those of the peers that are named."""
+    tensors, keywords = make_inputs(shape, device)
+    boundaries = shape.boundaries()
+    arms = [our_arm(tensors, keywords), *peers.describe(peers.make_arms(names, tensors, keywords, boundaries))]
+    tokens = min(CHECKED_TOKENS, boundaries[1])
+    expected = exact_slice(tensors, keywords, tokens)
+    arms = [replace(arm, error=relative_error(arm.run()[:tokens, [0, -1]], expected)) for arm in arms]
+    times = measure(arms, device, runs=runs)
+    return [Row(shape.name, arm.name, arm.engine, times[arm.name], arm.bytes or None, arm.error) for arm in arms]
+
+
+def print_rows(shape: Shape, rows: list[Row]) -> None:
+    """Print one shape's arms: time, time per token-head, the stated bytes over the time, error, how often ours fits."""
+    lines = []
+    for row in rows:
+        rate = f"{row.bytes / row.ms.median * 1e-9:.2f}" if row.bytes else "-"
+        per_token_head = f"{1e6 * row.ms.median / shape.token_heads:.3f}"
+        ratio = f"{row.ms.median / rows[0].ms.median:.2f}"
+        lines.append([row.arm, f"{row.ms.median:.3f}", per_token_head, rate, f"{row.error:.1e}", ratio, row.engine])
+    print(f"\n{shape.name}\n")
+    print_table(["arm", "ms", "ns per token-head", "stated TB/s", "error of o", "times ours", "engine"], lines)
+
+
 def main(argv: list[str]) -> int:
     """Measure every shape; returns 0, 2 without a CUDA device."""
     parser = argparse.ArgumentParser(prog="cake-kda-jit bench forward", description=__doc__.splitlines()[0])
-    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), type=Shape.parse, help="T,H,documents,gates")
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), help="T,H,documents,gates (strong or weak)")
+    parser.add_argument("--peers", default="", help=f"of {', '.join(peers.PACKAGES)}, with commas between")
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--json", type=Path, help="write the rows here")
     arguments = parser.parse_args(argv)
+    names = [name for name in arguments.peers.split(",") if name]
+    unknown = sorted(set(names) - peers.PACKAGES.keys())
+    if unknown:
+        parser.error(f"--peers names {', '.join(unknown)}; there are {', '.join(peers.PACKAGES)}")
     if not torch.cuda.is_available():
         parser.error("the forward's speed is measured on a CUDA device; none was found")
     device = torch.device("cuda", torch.cuda.current_device())
-    shapes = [Shape.parse(shape) if isinstance(shape, str) else shape for shape in arguments.shapes]
-    rows, lines = [], []
-    for shape in shapes:
-        tensors, keywords = make_inputs(shape, device)
-
-        def run(tensors=tensors, keywords=keywords):
-            with torch.no_grad():
-                return chunk_kda(*tensors, **keywords)
-
-        run()
-        engine = ", ".join(f"{one.family}/{one.program}" for one in last_launches())
-        times = measure([Arm("cake_kda_jit", engine, run)], device, runs=arguments.runs)["cake_kda_jit"]
-        rows.append(Row(shape.name, "cake_kda_jit", engine, times))
-        per_token_head = 1e6 * times.median / (shape.tokens * shape.heads)
-        lines.append([shape.name, f"{times.median:.3f}", f"{per_token_head:.3f}", engine])
-    print_table(["case", "ms", "ns per token-head", "engine"], lines)
+    rows: list[Row] = []
+    for shape in map(Shape.parse, arguments.shapes):
+        found = rows_of(shape, names, arguments.runs, device)
+        print_rows(shape, found)
+        rows += found
     if arguments.json:
-        write_report(arguments.json, "chunk_kda forward, K = V = 128, bf16", "cake_kda_jit.bench forward", device, rows)
+        beside = f", beside {', '.join(names)}" if names else ""
+        what = f"chunk_kda forward, K = V = 128, bf16{beside}"
+        write_report(arguments.json, what, "cake_kda_jit.bench forward", device, rows)
     return 0

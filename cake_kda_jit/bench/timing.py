@@ -62,7 +62,7 @@ def context_bytes(problem: Problem, plan: Plan, backward: str | None) -> int:
     """Return the bytes that a forward of a packed problem keeps for its backward, beside the inputs."""
     tensors = [problem.inputs[name].flatten(0, 1) for name in NAMES]
     optional = [problem.keywords.get(name) for name in ("A_log", "dt_bias", "initial_state")]
-    tables = (plan.chunk_table, plan.segment_table, plan.summary_offsets, plan.num_summaries)
+    tables = (plan.chunk_table, plan.segment_table, plan.summary_offsets, plan.num_summaries, plan.has_spare_rows)
     shapes = context_shapes(Inputs(*tensors, *optional, *tables), backward, CHECKPOINT_TOKENS)
     return sum(math.prod(shape) * context_dtype(name, shapes, plan.device).itemsize for name, shape in shapes.items())
 

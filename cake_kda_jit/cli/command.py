@@ -23,6 +23,7 @@ VERBS = {
     "report": "show registers, spills, shared memory and compile seconds of compiled kernels",
     "toolchain": "list the compilers found, or install nvcc from Python packages",
     "env": "show every environment variable, its value and its default",
+    "explain": "show which rank would hold which tokens of a pack, and what each fragment needs from other ranks",
     "bench": "run one measurement of the kernels; `bench` alone lists them",
     "demo": "train a small language model on packed documents",
 }

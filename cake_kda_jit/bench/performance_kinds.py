@@ -1,0 +1,144 @@
+"""How docs/performance.md and the README show each measurement: titles, columns, and the rows that stand for it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .first_call import ARMS as FIRST_CALL_ARMS
+
+Json = dict[str, Any]
+Cells = Callable[[Json, Json], list[str]]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How the files of one script are shown: ``cells(row, report)`` are the columns behind those of every table."""
+
+    title: str
+    intro: str = ""
+    columns: tuple[str, ...] = ("engine",)
+    cells: Cells = lambda row, report: [row.get("engine") or "-"]
+    shows: Callable[[Json], bool] = lambda row: True
+    unit: str = "ms"
+
+
+def _per_token_head(row: Json) -> str:
+    sizes = dict(re.findall(r"\b(T|H) (\d+)", row["case"]))
+    return f"{1e6 * row['ms']['median'] / (int(sizes['T']) * int(sizes['H'])):.2f}"
+
+
+def _forward(row: Json, report: Json) -> list[str]:
+    error = row.get("error")
+    return [_per_token_head(row), "-" if error is None else f"{error:.1e}", row["engine"]]
+
+
+def _backward(row: Json, report: Json) -> list[str]:
+    return [_per_token_head(row), f"{row['bytes'] / 1e9:.2f}"]
+
+
+def _walk(row: Json, report: Json) -> list[str]:
+    segments = int(row["case"].split()[0])
+    return [f"{1e3 * time / segments:.2f}" for time in (row["ms"]["median"], row["floor"])]
+
+
+def _conv(row: Json, report: Json) -> list[str]:
+    [copy] = (r for r in report["rows"] if (r["case"], r["arm"]) == (row["case"], "copy"))
+    found, best = (r["bytes"] / r["ms"]["median"] for r in (row, copy))
+    return [f"{found / 1e9:.2f}", f"{found / best:.0%}"]
+
+
+def _timing(row: Json, report: Json) -> list[str]:
+    return [f"{row['bytes'] / 1e6:.1f}"]
+
+
+def _first_call(row: Json, report: Json) -> list[str]:
+    return [str(row["records"]), str(row["jobs"] or "-"), f"{row['load']:.1f}", row["engine"]]
+
+
+def _arms(meanings: dict[str, str]) -> str:
+    return "\n".join(f"- *{name}*: {what}" for name, what in meanings.items())
+
+
+KINDS = {
+    "forward": Kind(
+        "Forward",
+        "`chunk_kda` without gradients. *Strong* gates are bounded by -5, *weak* ones lie in [-0.01, 0]. The error is "
+        "the relative Frobenius error against FP64, of two heads.",
+        ("ns per token and head", "error of o", "engine"),
+        _forward,
+    ),
+    "backward": Kind(
+        "Training step",
+        "`chunk_kda` forward and backward, all gradients; memory is the step's peak beside its inputs. The files have "
+        "the time of each program too.",
+        ("ns per token and head", "memory, GB"),
+        _backward,
+        lambda row: ":" not in row["arm"],
+    ),
+    "walk": Kind(
+        "Transfer walk",
+        "States through a chain of 64 fp32 summaries that lie in memory. *Floor* is what memory or the tensor cores "
+        "need at least. The files have chains of other lengths too.",
+        ("us per segment", "floor, us"),
+        _walk,
+        lambda row: row["case"].startswith("64 segments") and row["case"].endswith("memory"),
+    ),
+    "conv": Kind(
+        "Convolution",
+        "`causal_conv1d` of width 4 with SiLU, the L2 cache emptied before each run, beside a copy of the same tensor.",
+        ("TB/s", "of the copy's bandwidth"),
+        _conv,
+    ),
+    "first_call": Kind(
+        "First call",
+        "A training step of one layer in a fresh process, from the end of `import torch` on; or a whole process that "
+        "compiles. *Load* is what else the machine did, per core.\n\n" + _arms(FIRST_CALL_ARMS),
+        ("kernels", "jobs", "load", "compilers"),
+        _first_call,
+        unit="s",
+    ),
+    "host": Kind(
+        "Host",
+        "Until a call returns. On a CPU its kernels are in the time, on a GPU they are not.",
+        unit="us",
+    ),
+    "timing": Kind(
+        "CPU",
+        "The cpu family, which is written to be read. *Kept* is what a forward keeps for its backward.",
+        ("kept, MB",),
+        _timing,
+    ),
+}
+FACTORS = {"s": 1e-3, "ms": 1.0, "us": 1e3}
+
+
+@dataclass(frozen=True)
+class Highlight:
+    """A row of the README: what it is, and the row it comes from: of files that begin with ``file``."""
+
+    what: str
+    file: str
+    case: str
+    arm: str
+
+
+LONG, PACK = "T 8192, H 96, 1 document, strong gates", "T 32768, H 32, 4 documents, strong gates"
+CONV = "T 131072, D 12288, W 4, 4 documents"
+HIGHLIGHTS = (
+    Highlight("`chunk_kda` forward, 8,192 tokens, 96 heads", "forward_", LONG, "cake_kda_jit"),
+    Highlight("forward, 32,768 tokens in 4 documents, 32 heads", "forward_", PACK, "cake_kda_jit"),
+    Highlight("forward and backward, 8,192 tokens, 96 heads", "backward_", LONG, "saved"),
+    Highlight("forward and backward, 32,768 tokens in 4 documents, 32 heads", "backward_", PACK, "saved"),
+    Highlight("a state through 64 segments, 32 heads", "walk_", "64 segments, 32 heads, memory", "sm90 bf16x3_hw32"),
+    Highlight("`causal_conv1d` forward, 131,072 x 12,288", "conv_", CONV, "forward"),
+    Highlight("`causal_conv1d` backward, 131,072 x 12,288", "conv_", CONV, "backward"),
+    Highlight(
+        "kernels of a training step, sm_90a, compiled from nothing", "first_call_sm", "training step", "together"
+    ),
+    Highlight("all shipped kernels of sm_90a, compiled from nothing", "first_call_sm", "all shipped", "shipped"),
+    Highlight("first training step of a process, kernels in the cache", "first_call_", "training step", "cached"),
+    Highlight("the same, prebuilt kernels and no compiler", "first_call_", "training step", "prebuilt"),
+)
