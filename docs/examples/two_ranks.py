@@ -54,8 +54,11 @@ def main(rank, meeting_point):
     y, gradients = step_on_ranks(ctx)
     expected_y, expected = step_on_one()
     worst = max(error(one, other) for one, other in zip(gradients, expected))
-    print(f"rank {rank}: {ctx.num_local_tokens} tokens, error {error(y, expected_y):.1e}, of gradients: {worst:.1e}\n",
-          end="", flush=True)  # one write a line
+    print(
+        f"rank {rank}: {ctx.num_local_tokens} tokens, error {error(y, expected_y):.1e}, of gradients: {worst:.1e}\n",
+        end="",
+        flush=True,
+    )  # one write a line
     dist.destroy_process_group()
 
 

@@ -173,14 +173,17 @@ def test_c_compiler_in_place_of_a_cpp_compiler(data, monkeypatch):
     gcc = shutil.which("gcc")
     if gcc is None:
         pytest.skip("needs gcc")
-    gain_header(data, """#include <new>
+    gain_header(
+        data,
+        """#include <new>
 static volatile int count = 2;
 static float guarded() {
   try { volatile float* made = new float[count]; made[0] = 2; return made[0]; }
   catch (const std::bad_alloc&) { return 0; }
 }
 static float kGain = guarded();
-""")
+""",
+    )
     monkeypatch.setenv("CAKE_KDA_JIT_CXX", gcc)
     error, _ = fail(errors.CompileError, tiny_record())
     assert "std::bad_alloc" in open(error.log).read()
@@ -188,10 +191,13 @@ static float kGain = guarded();
 
 
 def test_source_that_speaks_of_memory_is_a_compile_error(data):
-    gain_header(data, """#include <new>
+    gain_header(
+        data,
+        """#include <new>
 #error out of memory, Killed by signal 9: Cannot allocate memory
 static float guarded() { try { return 2; } catch (const std::bad_alloc&) { return } }
-""")
+""",
+    )
     error, _ = fail(errors.CompileError, tiny_record())
     assert "#error out of memory" in error.first_error
 

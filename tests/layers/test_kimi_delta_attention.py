@@ -45,9 +45,18 @@ def reference_forward(p: dict[str, torch.Tensor], x: torch.Tensor, options: dict
         return functional.linear(inner, p[f"{last}.weight"], p.get(f"{last}.bias")).unflatten(-1, (-1, HEAD_DIM))
 
     o, _ = recurrent_kda(
-        projected("q"), projected("k"), projected("v"), logits("f"), functional.linear(x, p["b_proj.weight"]),
-        use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True,
-        A_log=p["A_log"], dt_bias=p["dt_bias"], lower_bound=options.get("lower_bound"), cu_seqlens=CU_SEQLENS,
+        projected("q"),
+        projected("k"),
+        projected("v"),
+        logits("f"),
+        functional.linear(x, p["b_proj.weight"]),
+        use_qk_l2norm_in_kernel=True,
+        use_gate_in_kernel=True,
+        use_beta_sigmoid_in_kernel=True,
+        A_log=p["A_log"],
+        dt_bias=p["dt_bias"],
+        lower_bound=options.get("lower_bound"),
+        cu_seqlens=CU_SEQLENS,
         allow_neg_eigval=options.get("allow_neg_eigval", False),
     )
     o = functional.rms_norm(o, (HEAD_DIM,), p["o_norm.weight"], eps=1e-5) * logits("g").sigmoid()
