@@ -19,13 +19,14 @@ using StateFactor = uint32_t[kStateSteps][4];
 
 // Accumulators as two left factors: rounded to bf16, and what that takes from them.
 __device__ __forceinline__ void split(TokenFactor& high, TokenFactor& low, const TokenSums& sum) {
-  pack(high, sum);
 #pragma unroll
   for (int n = 0; n < kTokenTiles; ++n) {
     for (int half = 0; half < 2; ++half) {
-      const uint32_t pair = high[n / 2][n % 2 * 2 + half];
-      low[n / 2][n % 2 * 2 + half] = pack_bf16(sum[n][2 * half] - __uint_as_float(pair << 16),
-                                               sum[n][2 * half + 1] - __uint_as_float(pair & 0xffff0000u));
+      const float first = sum[n][2 * half], second = sum[n][2 * half + 1];
+      const uint32_t pair = pack_bf16(first, second);
+      high[n / 2][n % 2 * 2 + half] = pair;
+      low[n / 2][n % 2 * 2 + half] =
+          pack_bf16(first - __uint_as_float(pair << 16), second - __uint_as_float(pair & 0xffff0000u));
     }
   }
 }
