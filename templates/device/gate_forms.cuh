@@ -1,25 +1,11 @@
 // The forms of the gate, and the functions they are made of. Included after args.jinja and beta_value.cuh.
 #include <cstdint>
 
+{% include "device/special_functions.cuh" %}
+
 namespace {
 
 enum GateForm : int { kGateReady = 0, kGateSoftplus = 1, kGateBounded = 2 };
-
-constexpr float kLog2E = 1.44269504088896341f;
-
-// 2^x to about one unit in the last place; what is below fp32's normal numbers is 0.
-__device__ __forceinline__ float exp2_approximate(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-// 1 / x to one unit in the last place; 0 of infinity.
-__device__ __forceinline__ float reciprocal(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 
 // log(1 + e^x). log(1 + u) would be exactly 0 below x = -16.6; log1p keeps every digit.
 __device__ __forceinline__ float softplus(float x) {

@@ -3,10 +3,6 @@
 
 namespace {
 
-__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
-
 // Four 8 x 8 matrices of 16-bit numbers, transposed. Lane l gives the address of row l % 8 of matrix l / 8 and gets, of
 // matrix i, elements (2 t, g) and (2 t + 1, g) in fragment[i], with g = lane / 4 and t = lane % 4.
 __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&fragment)[4], uint32_t row_address) {

@@ -6,13 +6,6 @@
 
 namespace {
 
-{# ldmatrix.cuh has this too; a program that includes both sets has_ldmatrix. #}
-{% if has_ldmatrix is not defined %}
-__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
-
-{% endif %}
 // Before the first product and after registers that products use have been written.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" : : : "memory"); }
 
