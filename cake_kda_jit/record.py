@@ -67,10 +67,12 @@ class Field:
 class Entry:
     """The argument block of a program's entry function: fields in decreasing size, so that nothing is padded.
 
+    Its ``num_pointers`` pointers stand first: they are all that changes between two calls on tensors of equal layout.
     The block's end is rounded up to 8 bytes. Both sides of the call are generated from this one description.
     """
 
     fields: tuple[Field, ...]
+    num_pointers: int = field(init=False, repr=False, compare=False)
     _packer: struct.Struct = field(init=False, repr=False, compare=False)
     _names: tuple[str, ...] = field(init=False, repr=False, compare=False)
     _arrays: tuple[int, ...] = field(init=False, repr=False, compare=False)  # their positions, from the last on
@@ -81,6 +83,10 @@ class Entry:
             raise ValueError(f"fields must stand in decreasing size; got {[f.name for f in self.fields]}")
         if len({f.name for f in self.fields}) != len(self.fields):
             raise ValueError("two fields have one name")
+        kinds = [f.kind == "ptr" for f in self.fields]
+        if kinds != sorted(kinds, reverse=True):
+            raise ValueError(f"pointers must stand before all other fields; got {[f.name for f in self.fields]}")
+        object.__setattr__(self, "num_pointers", sum(kinds))
         codes = "".join(f.scalar[0] * f.count for f in self.fields)
         padding = -struct.calcsize("=" + codes) % 8
         object.__setattr__(self, "_packer", struct.Struct("=" + codes + "x" * padding))

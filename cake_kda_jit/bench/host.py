@@ -5,6 +5,9 @@ call returns when its launches are queued, so this is what Python and torch cost
 for its host. Each run begins with an idle device and is a burst of calls, few enough that the device's queue takes all
 of them: a single call behind a synchronisation would find a processor that has just been asleep. On a CPU the kernels
 themselves are in it: few tokens and heads there.
+
+Beside the calls stands what torch alone takes on that host: an allocation, an empty node of autograd and its backward,
+which on a CUDA device wakes another thread, and the layer's nine projections.
 """
 
 from __future__ import annotations
@@ -57,6 +60,18 @@ def make_setting(tokens: int, heads: int, hidden: int, device: torch.device) -> 
     return Setting(layer, x, plan, make_plan(cu_seqlens, **sizes, max_documents=8, max_tokens=tokens))
 
 
+class _Nothing(torch.autograd.Function):
+    """A node that does nothing."""
+
+    @staticmethod
+    def forward(ctx, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
 def make_calls(setting: Setting) -> tuple[dict[str, Callable[[], object]], dict[str, list[torch.Tensor]]]:
     """Return the calls that are timed, by name, and what those that have a backward differentiate."""
     layer, x, plan = setting.layer, setting.x, setting.plan
@@ -78,26 +93,36 @@ def make_calls(setting: Setting) -> tuple[dict[str, Callable[[], object]], dict[
         with torch.no_grad():
             return attention()
 
-    def projections() -> None:
-        for name in PROJECTIONS:
-            projection = getattr(layer, name)
-            projection({HEAD_DIM: inner, x.shape[2]: x}.get(projection.in_features, channels))
+    def projections() -> list[torch.Tensor]:
+        modules = [getattr(layer, name) for name in PROJECTIONS]
+        return [one({HEAD_DIM: inner, x.shape[2]: x}.get(one.in_features, channels)) for one in modules]
+
+    def between_projections() -> torch.Tensor:
+        o = layer.attend([channels] * 3, (channels, beta), plan=plan)
+        return layer.o_norm(o, channels)
 
     calls = {
+        "torch.empty": lambda: torch.empty(size, dtype=torch.bfloat16, device=device),
+        "a node of autograd": lambda: _Nothing.apply(q),
         "chunk_kda, no gradient": attention_without_gradient,
         "chunk_kda": attention,
         "causal_conv1d": lambda: causal_conv1d(channels, weight, plan=plan)[0],
         "the layer": lambda: layer(x, plan=plan),
+        "the layer between its projections": between_projections,
         "the layer's nine projections alone": projections,
         "plan.update": lambda: setting.capacity.update(plan.cu_seqlens),
         "make_plan": lambda: make_plan(
             torch.tensor([0, tokens]), num_heads=setting.num_heads, head_dim=HEAD_DIM, device=device
         ),
     }
+    own = [p for name, p in layer.named_parameters() if "proj" not in name]
     leaves = {
+        "a node of autograd": [q],
         "chunk_kda": [q, k, v, g, beta, layer.A_log, layer.dt_bias],
         "causal_conv1d": [channels, weight],
         "the layer": [x, *layer.parameters()],
+        "the layer between its projections": [channels, beta, *own],
+        "the layer's nine projections alone": [x, *(getattr(layer, name).weight for name in PROJECTIONS)],
     }
     return calls, leaves
 
@@ -124,25 +149,29 @@ def timed(
 
 
 def measure_host(setting: Setting, runs: int, burst: int, case: str, *, with_backward: bool) -> list[Row]:
-    """Return a row per call, and one per backward of the three that have one."""
+    """Return a row per call, and one per backward of those that have one."""
     device = setting.x.device
     calls, leaves = make_calls(setting)
     if not with_backward:
         nn.Module.requires_grad_(setting.layer, False)
         setting.x.requires_grad_(False)
-        del calls["chunk_kda"]
+        del calls["chunk_kda"], calls["a node of autograd"]
     rows = []
     for name, call in calls.items():
         rows.append(Row(case, name, "cake_kda_jit", timed(lambda _, call=call: call(), device, runs, burst)))
     for name, inputs in leaves.items() if with_backward else ():
-        direction = torch.ones_like(calls[name]())
+        directions = [torch.ones_like(o) for o in _listed(calls[name]())]
 
-        def backward(o: torch.Tensor, inputs: list = inputs, direction: torch.Tensor = direction) -> None:
-            torch.autograd.grad([o], inputs, [direction])
+        def backward(o: object, inputs: list = inputs, directions: list = directions) -> None:
+            torch.autograd.grad(_listed(o), inputs, directions)
 
         spent = timed(backward, device, runs, BACKWARD_BURST, calls[name])
         rows.append(Row(case, f"{name}, backward", "cake_kda_jit", spent))
     return rows
+
+
+def _listed(outputs: torch.Tensor | list[torch.Tensor]) -> list[torch.Tensor]:
+    return outputs if isinstance(outputs, list) else [outputs]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,10 +11,12 @@ from torch import Tensor, nn
 
 from ..errors import UnsupportedProblemError
 from ..ops.api import chunk_kda
+from ..ops.calls import is_eager
+from ..ops.convolved import convolved_attention
 from ..ops.parallel import ParallelContext
 from ..ops.plan import Plan
 from ..ops.problem import KdaOptions
-from .parts import GatedRMSNorm, ShortConvolution
+from .parts import GatedRMSNorm, ShortConvolution, is_bare, project
 
 
 class KimiDeltaAttention(nn.Module):
@@ -120,17 +122,49 @@ class KimiDeltaAttention(nn.Module):
         row is a document. ``options`` as in ``chunk_kda``.
         """
         self._check_gate_dtype()
+        projections = self._projections()
+        rows = [self._for_kernels(projections(name, x)) for name in ("q_proj", "k_proj", "v_proj")]
+        logits = self._gate_logits(projections, "f", x), projections("b_proj", x)
+        o = self.attend(rows, logits, cu_seqlens=cu_seqlens, plan=plan, cp_context=cp_context, options=options)
+        return projections("o_proj", self.o_norm(o, self._gate_logits(projections, "g", x)))
+
+    def attend(
+        self,
+        rows: list[Tensor],
+        logits: tuple[Tensor, Tensor],
+        *,
+        cu_seqlens: Tensor | None = None,
+        plan: Plan | None = None,
+        cp_context: ParallelContext | None = None,
+        options: KdaOptions | None = None,
+    ) -> Tensor:
+        """Return o ``[B, T, HV, V]`` of what the projections give: q, k and v, and the logits of decay and beta.
+
+        Documents as in ``forward``. In eager mode, and without hooks, convolutions and attention are one call.
+        """
         documents = {"cu_seqlens": cu_seqlens, "plan": plan, "cp_context": cp_context}
-        q = self.q_conv1d(self._for_kernels(self.q_proj(x)), **documents)
-        k = self.k_conv1d(self._for_kernels(self.k_proj(x)), **documents)
-        v = self.v_conv1d(self._for_kernels(self.v_proj(x)), **documents)
-        decay_logits = self.f_b_proj(self.f_a_proj(x)) if self.low_rank_gate else self.f_proj(x)
+        convolutions = [self._modules[name] for name in ("q_conv1d", "k_conv1d", "v_conv1d")]
+        if cu_seqlens is None and cp_context is None and is_eager():
+            if all([is_bare(one, ShortConvolution) for one in convolutions]):
+                weights = [one._parameters["weight"] for one in convolutions]
+                o = convolved_attention(
+                    (*rows, *weights, *logits, self.A_log, self.dt_bias),
+                    self.head_dim,
+                    plan=plan,
+                    lower_bound=self.lower_bound,
+                    allow_neg_eigval=self.allow_neg_eigval,
+                    options=options,
+                )
+                if o is not None:
+                    return o
+        q, k, v = (one(x, **documents) for one, x in zip(convolutions, rows))
+        decay, beta = logits
         o, _ = chunk_kda(
             self._heads(q),
             self._heads(k),
             self._heads(v),
-            self._heads(decay_logits),
-            self.b_proj(x),
+            self._heads(decay),
+            beta,
             use_qk_l2norm_in_kernel=True,
             use_gate_in_kernel=True,
             use_beta_sigmoid_in_kernel=True,
@@ -141,8 +175,20 @@ class KimiDeltaAttention(nn.Module):
             options=options,
             **documents,
         )
-        output_gate = self.g_b_proj(self.g_a_proj(x)) if self.low_rank_gate else self.g_proj(x)
-        return self.o_proj(self.o_norm(o, self._heads(output_gate)).flatten(-2))
+        return o
+
+    def _projections(self) -> Callable[[str, Tensor], Tensor]:
+        """Return how a projection is called by name. In eager mode a bare one is called without ``nn.Module``."""
+        modules = self._modules
+        if is_eager():
+            return lambda name, x: project(modules[name], x)
+        return lambda name, x: modules[name](x)
+
+    def _gate_logits(self, projections: Callable[[str, Tensor], Tensor], name: str, x: Tensor) -> Tensor:
+        """Return the logits of the decay (f) or of the output gate (g)."""
+        if self.low_rank_gate:
+            return projections(f"{name}_b_proj", projections(f"{name}_a_proj", x))
+        return projections(f"{name}_proj", x)
 
     def _check_gate_dtype(self) -> None:
         for name, parameter in (("A_log", self.A_log), ("dt_bias", self.dt_bias)):

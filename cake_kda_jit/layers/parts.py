@@ -1,4 +1,4 @@
-"""The two small modules around the attention kernels: a short causal convolution and a gated norm."""
+"""The two small modules around the attention kernels, a short causal convolution and a gated norm, and how they run."""
 
 from __future__ import annotations
 
@@ -56,7 +56,42 @@ class GatedRMSNorm(nn.Module):
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Norm x ``[..., D]`` and gate it with ``gate`` of the same shape; the result has the gate's dtype."""
-        dtype = gate.dtype
-        normed = functional.rms_norm(x.to(dtype), self.weight.shape, self.weight.to(dtype), self.eps)
-        return (normed * gate.sigmoid()).to(dtype)
+        """Norm x ``[..., D]`` and gate it with ``gate`` of the same shape, or with the last two dimensions as one.
+
+        The result has the gate's dtype and shape.
+        """
+        dtype, weight = gate.dtype, self.weight
+        if x.dtype != dtype:
+            x = x.to(dtype)
+        if weight.dtype != dtype:
+            weight = weight.to(dtype)
+        normed = functional.rms_norm(x, weight.shape, weight, self.eps)
+        if gate.dim() < x.dim():
+            normed = normed.flatten(-2)
+        gated = normed * gate.sigmoid()
+        return gated if gated.dtype == dtype else gated.to(dtype)  # autocast may norm in fp32
+
+
+def is_bare(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether to call a module is to call the forward of ``kind``: no hooks, no other class, no other forward."""
+    own = module.__dict__
+    return type(module) is kind and not (
+        own["_forward_hooks"]
+        or own["_forward_pre_hooks"]
+        or own["_backward_hooks"]
+        or own["_backward_pre_hooks"]
+        or "forward" in own
+        or "_compiled_call_impl" in own
+        or torch.nn.modules.module._has_any_global_hook()
+    )
+
+
+def project(linear: nn.Module, x: Tensor) -> Tensor:
+    """Call a projection. What ``nn.Module`` does around a bare ``nn.Linear`` takes the host as long as its launch.
+
+    Only in eager mode: a compiler sees modules and their hooks itself.
+    """
+    if is_bare(linear, nn.Linear):
+        parameters = linear._parameters
+        return functional.linear(x, parameters["weight"], parameters["bias"])
+    return linear(x)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
+
 import torch
 
 from ..errors import PlanMismatchError, UnsupportedProblemError
 from . import checks
-from .library import OPERATORS
+from .calls import find_call, is_eager, key_of, make_call
+from .inputs import beta_form_of, gate_form_of, transforms_of
+from .library import OPERATORS, attend, convolve
+from .operations import Attention, Convolution
 from .pack import check_boundaries
 from .parallel import ParallelContext, check_context
 from .plan import Plan, PlanHeads, plan_of_boundaries
-from .problem import KdaOptions, resolve_options, resolve_scale
+from .problem import KdaOptions, resolve_options
 from .select import SegmentRule
-
-CONV_WIDTHS = (2, 3, 4)
 
 
 def chunk_kda(
@@ -65,9 +68,20 @@ def chunk_kda(
     Errors: UnsupportedProblemError before any launch, PlanMismatchError for a plan or a context of another pack,
     BuildError and LoadError for a kernel that cannot be had, CommunicationError where ranks fail to meet.
     """
+    if plan is not None and cp_context is None and (cu_seqlens is not None or cu_seqlens_cpu is not None):
+        checks.check_plan_boundaries(plan, cu_seqlens, cu_seqlens_cpu)
+        cu_seqlens = cu_seqlens_cpu = None  # the plan has them
+    given = (q, k, v, g, beta, A_log, dt_bias, initial_state)
+    key = None
+    if cp_context is None and cu_seqlens is None and cu_seqlens_cpu is None and not state_v_first and is_eager():
+        flags = (use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+        key = key_of("chunk_kda", plan, given, *flags, output_final_state, scale, lower_bound, options)
+        call = find_call(key)
+        if call is not None:
+            return call(*given, *(checks.plan_for(q, v, None, None, None) if plan is None else plan).tables)
     checks.check_attention_shapes(q, k, v, g, beta)
     checks.check_tensors(A_log=A_log, dt_bias=dt_bias, initial_state=initial_state)
-    checks.check_no_transform("chunk_kda", q, k, v, g, beta, A_log, dt_bias, initial_state)
+    checks.check_no_transform("chunk_kda", *given)
     checks.check_gate(use_gate_in_kernel, lower_bound, A_log, dt_bias, v)
     _check_beta_form(use_beta_sigmoid_in_kernel, allow_neg_eigval)
     parallel = check_context(
@@ -89,38 +103,21 @@ def chunk_kda(
     )
     if initial_state is not None:
         initial_state = (initial_state.transpose(-1, -2) if state_v_first else initial_state).contiguous()
-    inputs = (q, k, v, g, beta)
-    optional = (*_gate_parameters(A_log, dt_bias), initial_state)
-    needs_backward = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*inputs, *optional))
-    transforms = (
-        resolve_scale(scale, head_dim),
-        lower_bound,
-        use_qk_l2norm_in_kernel,
-        _gate_form(use_gate_in_kernel, lower_bound),
-        _beta_form(use_beta_sigmoid_in_kernel, allow_neg_eigval),
-    )
+    tensors = (q, k, v, g, beta, *_gate_parameters(A_log, dt_bias), initial_state)
+    transforms = transforms_of(
+        head_dim, scale, lower_bound, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
+        allow_neg_eigval,
+    )  # fmt: skip
     if parallel is not None:
+        keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
         o, final_state = parallel.attention(
-            (*inputs, *optional), transforms, output_final_state=output_final_state, keep=needs_backward
+            tensors, astuple(transforms), output_final_state=output_final_state, keep=keep
         )
     else:
-        o, *others = OPERATORS.chunk_kda_forward(
-            *inputs,
-            *optional,
-            pack.chunk_table,
-            pack.segment_table,
-            pack.summary_offsets,
-            pack.num_summaries,
-            pack.has_spare_rows,
-            *transforms,
-            resolved.backward,
-            resolved.checkpoint_tokens,
-            resolved.workspace_limit,
-            resolved.family,
-            output_final_state,
-            needs_backward,
-        )
-        final_state = others[0] if output_final_state else None
+        operation = Attention(pack.num_summaries, pack.has_spare_rows, transforms, resolved, output_final_state)
+        tensors = (*tensors, *pack.tables)
+        call = make_call(key, operation, given, tensors)
+        o, final_state = attend(operation, tensors) if call is None else call(*tensors)
     if not output_final_state:
         return o, None
     return o, final_state.transpose(-1, -2) if state_v_first else final_state
@@ -149,9 +146,19 @@ def causal_conv1d(
     ``activation`` is "silu" (or "swish") or None. Returns y ``[B, T, D]`` and the final states (None unless
     ``output_final_state``). Errors as in ``chunk_kda``.
     """
+    if plan is not None and cp_context is None and cu_seqlens is not None:
+        checks.check_plan_boundaries(plan, cu_seqlens)
+        cu_seqlens = None  # the plan has them
+    given = (x, weight, bias, initial_state)
+    key = None
+    if cp_context is None and cu_seqlens is None and is_eager():
+        key = key_of("causal_conv1d", plan, given, activation, output_final_state)
+        call = find_call(key)
+        if call is not None:
+            return call(*given, _batch_boundaries(x) if plan is None else plan.cu_seqlens)
     if activation not in ("silu", "swish", None):
         raise UnsupportedProblemError(f"activation={activation!r}; use 'silu' or None")
-    _check_conv(x, weight, bias)
+    checks.check_convolution(x, weight, bias)
     checks.check_tensors(initial_state=initial_state)
     checks.check_no_transform("causal_conv1d", x, weight, bias, initial_state)
     parallel = check_context(cp_context, x, cu_seqlens=cu_seqlens, plan=plan)
@@ -160,26 +167,18 @@ def causal_conv1d(
     else:
         parallel.check_tokens("x", x)
         num_documents = parallel.num_documents
-    width = weight.shape[1]
-    if initial_state is not None:
-        checks.check_dtype("initial_state", initial_state, (x.dtype, torch.float32), "states have x's dtype or float32")
-        checks.check_shape("initial_state", initial_state, (num_documents, x.shape[2], width - 1), "[N, D, W - 1]")
-        checks.check_same_device(x, initial_state=initial_state)
-        initial_state = initial_state.contiguous()
+    initial_state = _check_conv_state(initial_state, x, (num_documents, x.shape[2], weight.shape[1] - 1))
     tensors = (x, weight.contiguous(), None if bias is None else bias.contiguous(), initial_state)
     if parallel is not None:
         y, final_state = parallel.convolution(
             tensors, use_silu=activation is not None, output_final_state=output_final_state
         )
     else:
-        y, *others = OPERATORS.causal_conv1d_forward(
-            *tensors,
-            boundaries_table,
-            plan is not None and plan.has_spare_rows,
-            activation is not None,
-            output_final_state,
-        )
-        final_state = others[0] if output_final_state else None
+        has_spare_rows = plan is not None and plan.has_spare_rows
+        operation = Convolution(has_spare_rows, activation is not None, output_final_state)
+        tensors = (*tensors, boundaries_table)
+        call = make_call(key, operation, given, tensors)
+        y, final_state = convolve(operation, tensors) if call is None else call(*tensors)
     return y, final_state if output_final_state else None
 
 
@@ -226,8 +225,8 @@ def segment_summary(
         pack.num_summaries,
         lower_bound,
         use_qk_l2norm_in_kernel,
-        _gate_form(use_gate_in_kernel, lower_bound),
-        _beta_form(use_beta_sigmoid_in_kernel, allow_neg_eigval),
+        gate_form_of(use_gate_in_kernel, lower_bound),
+        beta_form_of(use_beta_sigmoid_in_kernel, allow_neg_eigval),
         need_M,
         need_B,
     )
@@ -300,33 +299,16 @@ def _gate_parameters(
     return tuple(None if parameter is None else parameter.contiguous() for parameter in (A_log, dt_bias))
 
 
-def _gate_form(use_gate: bool, lower_bound: float | None) -> str:
-    if not use_gate:
-        return "ready"
-    return "softplus" if lower_bound is None else "bounded"
-
-
-def _beta_form(use_sigmoid: bool, allow_neg_eigval: bool) -> str:
-    if not use_sigmoid:
-        return "ready"
-    return "two_sigmoid" if allow_neg_eigval else "sigmoid"
-
-
-def _check_conv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    checks.check_required(x=x, weight=weight)
-    checks.check_tensors(bias=bias)
-    if x.dim() != 3:
-        raise UnsupportedProblemError(f"x has shape {list(x.shape)}; expected [B, T, D]")
-    if weight.dim() != 2 or weight.shape[0] != x.shape[2] or weight.shape[1] not in CONV_WIDTHS:
-        raise UnsupportedProblemError(
-            f"weight has shape {list(weight.shape)}; expected [D, W] = [{x.shape[2]}, 2 to 4]"
-        )
-    checks.kernel_dtype("x", x)
-    checks.check_dtype("weight", weight, (x.dtype, torch.float32), "weight has x's dtype or float32")
-    if bias is not None:
-        checks.check_dtype("bias", bias, (weight.dtype,), "bias has weight's dtype")
-        checks.check_shape("bias", bias, (x.shape[2],), "[D]")
-    checks.check_same_device(x, weight=weight, bias=bias)
+def _check_conv_state(
+    state: torch.Tensor | None, x: torch.Tensor, expected: tuple[int, int, int]
+) -> torch.Tensor | None:
+    """Return a convolution's initial state, contiguous; raises unless it fits x and the documents."""
+    if state is None:
+        return None
+    checks.check_dtype("initial_state", state, (x.dtype, torch.float32), "states have x's dtype or float32")
+    checks.check_shape("initial_state", state, expected, "[N, D, W - 1]")
+    checks.check_same_device(x, initial_state=state)
+    return state.contiguous()
 
 
 def _conv_boundaries(x: torch.Tensor, cu_seqlens: torch.Tensor | None, plan: Plan | None) -> tuple[torch.Tensor, int]:
@@ -344,6 +326,11 @@ def _conv_boundaries(x: torch.Tensor, cu_seqlens: torch.Tensor | None, plan: Pla
             )
         return plan.cu_seqlens, plan.num_documents
     if cu_seqlens is None:
-        return torch.arange(batch + 1, device=x.device) * tokens, batch
+        return _batch_boundaries(x), batch
     boundaries = checks.pack_boundaries(tokens, cu_seqlens)
     return cu_seqlens.to(device=x.device, dtype=torch.int64, copy=True), len(boundaries) - 1
+
+
+def _batch_boundaries(x: torch.Tensor) -> torch.Tensor:
+    """The table of documents of equal lengths."""
+    return torch.arange(x.shape[0] + 1, device=x.device) * x.shape[1]

@@ -27,15 +27,11 @@ class Gradients:
     dinitial_state: torch.Tensor | None
 
 
-def _empty_like(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-
-
 def empty_gradients(inputs: Inputs) -> Gradients:
     """Return the gradients that a backward will fill, contiguous."""
     rows = (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta)
     others = (inputs.A_log, inputs.dt_bias, inputs.initial_state)
-    return Gradients(*map(inputs.empty_rows, rows), *map(_empty_like, others))
+    return Gradients(*map(inputs.empty_rows, rows), *map(inputs.empty_like, others))
 
 
 def empty_partials(pipeline: Pipeline) -> dict[str, torch.Tensor | None]:
@@ -44,7 +40,7 @@ def empty_partials(pipeline: Pipeline) -> dict[str, torch.Tensor | None]:
     shape = (pipeline.num_chunks, inputs.num_value_heads)
 
     def empty(like: torch.Tensor | None, *more: int) -> torch.Tensor | None:
-        return None if like is None else torch.empty((*shape, *more), dtype=torch.float32, device=like.device)
+        return None if like is None else inputs.empty((*shape, *more))
 
     return {"partial_A_log": empty(inputs.A_log), "partial_dt_bias": empty(inputs.dt_bias, inputs.head_dim)}
 
@@ -63,7 +59,8 @@ def chunk_backward(
     num_bytes = tile_bytes_per_head(
         pipeline.num_chunks, inputs.head_dim, pipeline.tile_dtype.itemsize, states=1 + replays, values=1 + replays
     )
-    for block in head_blocks(num_bytes, inputs.num_heads, inputs.num_value_heads, options.workspace_limit):
+    limits = options.workspace_limit, options.backward
+    for block in head_blocks(num_bytes, inputs.num_heads, inputs.num_value_heads, *limits):
         _block_gradients(pipeline, options, context, block, do, dfinal_state, gradients, partials)
     if inputs.A_log is not None or inputs.dt_bias is not None:
         pipeline.reduce_parameters(**partials, dA_log=gradients.dA_log, ddt_bias=gradients.ddt_bias)
@@ -91,9 +88,9 @@ def _block_gradients(
         segment_dexit = pipeline.walk(block, context.M, D, dfinal_state, transpose=True)
     kept = {
         "h": pipeline.states(block) if replays else context.block("h", block),
-        "v_new": pipeline.rows(block) if replays else context.block("v_new", block),
+        "v_new": pipeline.values(block) if replays else context.block("v_new", block),
     }
-    scanned = {"dS": pipeline.states(block), "z": pipeline.rows(block)}
+    scanned = {"dS": pipeline.states(block), "z": pipeline.gradients(block)}
     edges = {
         "checkpoints": context.checkpoints,
         "dfinal_state": dfinal_state,

@@ -10,6 +10,7 @@ from .pack import check_boundaries
 from .plan import HEAD_DIMS, BatchTables, Plan, PlanHeads, boundaries_of, plan_of_boundaries, tables_of_batch
 
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+CONV_WIDTHS = (2, 3, 4)
 DEVICE_DTYPES = {"cpu": ("bf16", "fp16", "fp32"), "cuda": ("bf16", "fp16")}
 
 
@@ -109,6 +110,24 @@ def check_attention_shapes(q, k, v, g, beta) -> None:
     for name, tensor in (("g", g), ("beta", beta)):
         check_dtype(name, tensor, (q.dtype, torch.float32), "g and beta have q's dtype or float32")
     check_same_device(q, k=k, v=v, g=g, beta=beta)
+
+
+def check_convolution(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Raise unless x, weight and bias are tensors of shapes, dtypes and a device that belong together."""
+    check_required(x=x, weight=weight)
+    check_tensors(bias=bias)
+    if x.dim() != 3:
+        raise UnsupportedProblemError(f"x has shape {list(x.shape)}; expected [B, T, D]")
+    if weight.dim() != 2 or weight.shape[0] != x.shape[2] or weight.shape[1] not in CONV_WIDTHS:
+        raise UnsupportedProblemError(
+            f"weight has shape {list(weight.shape)}; expected [D, W] = [{x.shape[2]}, 2 to 4]"
+        )
+    kernel_dtype("x", x)
+    check_dtype("weight", weight, (x.dtype, torch.float32), "weight has x's dtype or float32")
+    if bias is not None:
+        check_dtype("bias", bias, (weight.dtype,), "bias has weight's dtype")
+        check_shape("bias", bias, (x.shape[2],), "[D]")
+    check_same_device(x, weight=weight, bias=bias)
 
 
 def check_gate(

@@ -12,10 +12,10 @@ from ..programs.attention_fields import DTYPE_CODES
 from ..programs.conv_backward import workspace_bytes
 from ..programs.conv_forward import tile_tokens
 from ..runtime.device import arch_of_device
-from ..runtime.launch import launch
 from .checks import DTYPE_NAMES
 from .pipeline import address
 from .problem import ConvProblem
+from .recorder import AT_ONCE, Executor
 from .select import select_conv
 
 
@@ -25,7 +25,7 @@ class ConvInputs:
 
     A batch dimension may stand before x's T if both can be counted as one.
     bias and initial_state may be None. ``has_spare_rows``: the last document may end before x does; such rows of y and
-    dx are 0.
+    dx are 0. ``executor`` runs the launches on them; under a ``Recorder`` they are operands.
     """
 
     x: torch.Tensor
@@ -35,6 +35,7 @@ class ConvInputs:
     cu_seqlens: torch.Tensor
     has_spare_rows: bool
     use_silu: bool
+    executor: Executor = AT_ONCE
 
     @property
     def num_tokens(self) -> int:
@@ -54,6 +55,14 @@ class ConvInputs:
         """What must be solved, for ``select``."""
         arch = arch_of_device(self.x.device).name
         return ConvProblem(arch, DTYPE_NAMES[self.x.dtype], self.x.shape[-1], self.weight.shape[1])
+
+    def empty_rows(self) -> torch.Tensor:
+        """Return a contiguous tensor like x: 0 where there are rows that no program writes, else not initialised."""
+        return self.executor.empty(self.x.shape, self.x.dtype, self.x.device, is_zero=self.has_spare_rows)
+
+    def empty_like(self, like: torch.Tensor | None) -> torch.Tensor | None:
+        """Return a contiguous tensor that is not initialised, None for an absent one."""
+        return None if like is None else self.executor.empty(like.shape, like.dtype, self.x.device)
 
     def values(self, family: str) -> dict[str, object]:
         """The values of the argument fields that both programs share in a family."""
@@ -76,25 +85,18 @@ class ConvInputs:
         return values | {"num_tokens": self.num_tokens, "tile_tokens": tile_tokens(self.num_tokens, self.x.shape[-1])}
 
 
-def _rows_like_x(inputs: ConvInputs) -> torch.Tensor:
-    x = inputs.x
-    # The programs write no row behind the last document.
-    make = torch.zeros if inputs.has_spare_rows else torch.empty
-    return make(x.shape, dtype=x.dtype, device=x.device)
-
-
 def conv_forward(inputs: ConvInputs, *, output_final_state: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Launch the forward; returns y ``[T, D]`` and the final state ``[N, D, W - 1]`` where it is wanted."""
-    x = inputs.x
-    y = _rows_like_x(inputs)
-    final_state = x.new_empty(inputs.state_shape(), dtype=inputs.state_dtype) if output_final_state else None
+    executor, device = inputs.executor, inputs.x.device
+    y = inputs.empty_rows()
+    final_state = executor.empty(inputs.state_shape(), inputs.state_dtype, device) if output_final_state else None
     if inputs.num_tokens == 0:
         if final_state is not None:
             final_state.zero_() if inputs.initial_state is None else final_state.copy_(inputs.initial_state)
         return y, final_state
     chosen = select_conv("conv_forward", inputs.problem(), config.read("FAMILY"))
     values = inputs.values(chosen.record.family) | {"y": y.data_ptr(), "final_state": address(final_state)}
-    launch(chosen.record, chosen.reason, values, x.device)
+    executor.launch(chosen.record, chosen.reason, values, device)
     return y, final_state
 
 
@@ -103,10 +105,8 @@ def conv_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Launch the backward; returns dx, dweight, dbias and dinitial_state, None where the input is absent."""
     x = inputs.x
-    dx = _rows_like_x(inputs)
-    dweight = torch.empty_like(inputs.weight)
-    dbias = None if inputs.bias is None else torch.empty_like(inputs.bias)
-    dinitial_state = None if inputs.initial_state is None else torch.empty_like(inputs.initial_state)
+    dx = inputs.empty_rows()
+    dweight, dbias, dinitial_state = map(inputs.empty_like, (inputs.weight, inputs.bias, inputs.initial_state))
     if inputs.num_tokens == 0:
         for tensor in (dweight, dbias, dinitial_state):
             if tensor is not None:
@@ -127,7 +127,7 @@ def conv_backward(
     }
     if family != "cpu":
         num_bytes = workspace_bytes(inputs.num_tokens, x.shape[-1], inputs.weight.shape[1])
-        workspace = x.new_empty(num_bytes, dtype=torch.uint8)
+        workspace = inputs.executor.empty((num_bytes,), torch.uint8, x.device)
         values |= {"workspace": workspace.data_ptr(), "workspace_bytes": workspace.nbytes}
-    launch(chosen.record, chosen.reason, values, x.device)
+    inputs.executor.launch(chosen.record, chosen.reason, values, x.device)
     return dx, dweight, dbias, dinitial_state

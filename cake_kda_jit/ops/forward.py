@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from ..programs.tile_fields import VALUE_ROWS
 from .inputs import Inputs
 from .pipeline import Pipeline, Tiles, tile_dtype
 from .problem import KdaOptions
@@ -16,7 +17,7 @@ from .workspace import HeadBlock, head_blocks, tile_bytes_per_head
 class Context:
     """What a forward keeps for its backward; None where a mode does not keep it.
 
-    ``saved`` keeps Tinv, Aqk ``[HV, chunks, 64, 64]``, h ``[HV, chunks, V, K]`` and v_new ``[HV, chunks, 64, V]``;
+    ``saved`` keeps Tinv, Aqk ``[HV, chunks, 64, 64]``, h ``[HV, chunks, V, K]`` and v_new ``[HV, chunks, rows, V]``;
     ``replay`` keeps Tinv and checkpoints ``[rows, HV, V, K]``. Both keep M ``[summary rows, HV, K, K]``, so that a
     backward needs no forward summaries.
     """
@@ -55,11 +56,12 @@ def kept_names(backward: str | None, num_summaries: int) -> tuple[str, ...]:
 def context_shapes(inputs: Inputs, backward: str | None, checkpoint_tokens: int) -> dict[str, tuple[int, ...]]:
     """Return the shape of every tensor that a forward keeps, in the order of ``kept_names``."""
     heads, head_dim, chunks = inputs.num_value_heads, inputs.head_dim, inputs.chunk_table.shape[0]
+    value_rows = VALUE_ROWS[tile_dtype(inputs.device).itemsize]
     shapes = {
         "Tinv": (heads, chunks, 64, 64),
         "Aqk": (heads, chunks, 64, 64),
         "h": (heads, chunks, head_dim, head_dim),
-        "v_new": (heads, chunks, 64, head_dim),
+        "v_new": (heads, chunks, value_rows, head_dim),
         "checkpoints": (
             num_checkpoints(chunks, inputs.segment_table.shape[0], checkpoint_tokens),
             heads,
@@ -81,11 +83,8 @@ def chunk_forward(
 ) -> tuple[torch.Tensor, torch.Tensor | None, Context]:
     """Launch the forward; returns o ``[T, HV, V]``, the final state if wanted, and what the backward needs if kept."""
     inputs = pipeline.inputs
-    device = inputs.v.device
     o = inputs.empty_rows(inputs.v)
-    final_state = None
-    if output_final_state:
-        final_state = torch.empty(inputs.state_shape(), dtype=torch.float32, device=device)
+    final_state = inputs.empty(inputs.state_shape()) if output_final_state else None
     context = make_context(inputs, options, keep)
     if pipeline.num_chunks == 0:
         if final_state is not None:
@@ -95,7 +94,8 @@ def chunk_forward(
     num_bytes = tile_bytes_per_head(
         pipeline.num_chunks, inputs.head_dim, pipeline.tile_dtype.itemsize, states=0, values=0
     )
-    for block in head_blocks(num_bytes, inputs.num_heads, inputs.num_value_heads, options.workspace_limit):
+    limits = options.workspace_limit, options.backward
+    for block in head_blocks(num_bytes, inputs.num_heads, inputs.num_value_heads, *limits):
         tiles = make_tiles(pipeline, block, context)
         pipeline.prepare(block, tiles)
         segment_entry = summaries.entries(block, tiles) if summaries else None
@@ -119,8 +119,8 @@ def make_context(inputs: Inputs, options: KdaOptions, keep: bool) -> Context:
     # outputs are the same bytes in every run.
     return Context(
         **{
-            name: (torch.zeros if name in ("checkpoints", "M") else torch.empty)(
-                shape, dtype=context_dtype(name, shapes, device), device=device
+            name: inputs.executor.empty(
+                shape, context_dtype(name, shapes, device), device, is_zero=name in ("checkpoints", "M")
             )
             for name, shape in shapes.items()
         }

@@ -9,7 +9,8 @@ import torch
 
 from ..runtime.device import arch_of_device
 from .checks import DTYPE_NAMES
-from .problem import AttentionProblem
+from .problem import AttentionProblem, resolve_scale
+from .recorder import AT_ONCE, Executor
 
 
 def joined(tensor: torch.Tensor, rank: int) -> torch.Tensor:
@@ -29,6 +30,7 @@ class Inputs:
     A batch dimension may stand before T if both can be counted as one.
     ``q`` or ``v`` may be None where only summaries are wanted. The rest are the plan's tables; ``num_summaries`` is the
     number of summary rows. ``has_spare_rows``: the pack may end before the tensors do; such rows of outputs are 0.
+    ``executor`` runs the launches on them; under a ``Recorder`` they are operands.
     """
 
     q: torch.Tensor | None
@@ -44,6 +46,7 @@ class Inputs:
     summary_offsets: torch.Tensor
     num_summaries: int
     has_spare_rows: bool = False
+    executor: Executor = AT_ONCE
 
     @cached_property
     def device(self) -> torch.device:
@@ -52,8 +55,15 @@ class Inputs:
 
     def empty_rows(self, like: torch.Tensor) -> torch.Tensor:
         """Return a contiguous output with a row per token: 0 where programs may write none, else not initialised."""
-        make = torch.zeros if self.has_spare_rows else torch.empty
-        return make(like.shape, dtype=like.dtype, device=self.device)
+        return self.executor.empty(like.shape, like.dtype, self.device, is_zero=self.has_spare_rows)
+
+    def empty_like(self, like: torch.Tensor | None) -> torch.Tensor | None:
+        """Return a contiguous tensor that is not initialised, None for an absent one."""
+        return None if like is None else self.empty(like.shape, like.dtype)
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Return a contiguous tensor that is not initialised."""
+        return self.executor.empty(shape, dtype, self.device)
 
     @cached_property
     def num_documents(self) -> int:
@@ -95,3 +105,31 @@ class Transforms:
     use_qk_l2norm: bool
     gate_form: str
     beta_form: str
+
+
+def transforms_of(
+    head_dim: int,
+    scale: float | None,
+    lower_bound: float | None,
+    use_qk_l2norm: bool,
+    use_gate: bool,
+    use_beta_sigmoid: bool,
+    allow_neg_eigval: bool,
+) -> Transforms:
+    """Return the transforms that the arguments of a call name, checked by now; raises for a scale that is none."""
+    gate_form, beta_form = gate_form_of(use_gate, lower_bound), beta_form_of(use_beta_sigmoid, allow_neg_eigval)
+    return Transforms(resolve_scale(scale, head_dim), lower_bound, use_qk_l2norm, gate_form, beta_form)
+
+
+def gate_form_of(use_gate: bool, lower_bound: float | None) -> str:
+    """Return the key of ``GATE_FORMS``."""
+    if not use_gate:
+        return "ready"
+    return "softplus" if lower_bound is None else "bounded"
+
+
+def beta_form_of(use_sigmoid: bool, allow_neg_eigval: bool) -> str:
+    """Return the key of ``BETA_FORMS``."""
+    if not use_sigmoid:
+        return "ready"
+    return "two_sigmoid" if allow_neg_eigval else "sigmoid"

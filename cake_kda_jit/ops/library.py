@@ -7,16 +7,20 @@ their place would cost the host as much as a real one.
 
 from __future__ import annotations
 
+from dataclasses import astuple
+
 import torch
 
 from .. import config
-from .backward import chunk_backward
-from .conv import ConvInputs, conv_backward, conv_forward
-from .forward import CONTEXT_NAMES, Context, chunk_forward, context_dtype, context_shapes, kept_names
+from .calls import run_recorded
+from .conv import ConvInputs
+from .forward import CONTEXT_NAMES, context_dtype, context_shapes, kept_names
 from .inputs import Inputs, Transforms, joined
+from .operations import Attention, Convolution, given_like
 from .operators import NAMESPACE, define, differentiate, refuse_gradient
 from .pipeline import Pipeline
 from .problem import KdaOptions
+from .recorder import AT_ONCE
 from .summary import summarize
 from .walk import walk
 
@@ -43,11 +47,12 @@ def _present(tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
 # ---- attention -------------------------------------------------------------------------------------------------------
 
 
-def _problem(arguments: tuple) -> tuple[Inputs, Transforms, KdaOptions]:
-    q, k, v, g, beta, *rest = arguments[:13]
-    transforms, options = arguments[13:18], arguments[18:_NUM_ARGUMENTS]
-    inputs = Inputs(*(joined(tensor, 3) for tensor in (q, k, v, g)), joined(beta, 2), *rest)
-    return inputs, Transforms(*transforms), KdaOptions(*options)
+def _problem(arguments: tuple, output_final_state: bool = False) -> tuple[Attention, tuple]:
+    """The operation of flat arguments, and its tensors."""
+    num_summaries, has_spare_rows = arguments[_NUM_TENSORS:13]
+    transforms, options = Transforms(*arguments[13:18]), KdaOptions(*arguments[18:_NUM_ARGUMENTS])
+    operation = Attention(num_summaries, has_spare_rows, transforms, options, output_final_state)
+    return operation, operation.join(arguments[:_NUM_TENSORS])
 
 
 def _wanted(*tensors: torch.Tensor | None) -> list[torch.Tensor]:
@@ -55,16 +60,20 @@ def _wanted(*tensors: torch.Tensor | None) -> list[torch.Tensor]:
 
 
 def _attention_forward(*arguments):
-    inputs, transforms, options = _problem(arguments)
     output_final_state, keep = arguments[_NUM_ARGUMENTS:]
-    pipeline = Pipeline(inputs, transforms, options.family)
-    o, final_state, context = chunk_forward(pipeline, options, output_final_state=output_final_state, keep=keep)
-    return _wanted(o, final_state, *(getattr(context, name) for name in CONTEXT_NAMES))
+    operation, tensors = _problem(arguments, output_final_state)
+
+    def forward(executor, tensors):
+        outputs, kept = operation.forward(executor, tensors, keep=keep)
+        return *outputs, *kept.values()
+
+    return _wanted(*run_recorded(f"forward, keep={keep}", operation, tensors, forward))
 
 
 def _attention_forward_fake(*arguments):
-    inputs, _, options = _problem(arguments)
     output_final_state, keep = arguments[_NUM_ARGUMENTS:]
+    operation, tensors = _problem(arguments)
+    inputs, options = operation.inputs(AT_ONCE, tensors), operation.options
     shapes = context_shapes(inputs, options.backward if keep else None, options.checkpoint_tokens)
     o = inputs.v.new_empty(inputs.v.shape)
     final_state = o.new_empty(inputs.state_shape(), dtype=torch.float32) if output_final_state else None
@@ -73,10 +82,15 @@ def _attention_forward_fake(*arguments):
 
 
 def _attention_backward(do, dfinal_state, *rest):
-    context, arguments = Context(*rest[: len(CONTEXT_NAMES)]), rest[len(CONTEXT_NAMES) :]
-    inputs, transforms, options = _problem(arguments)
-    pipeline = Pipeline(inputs, transforms, options.family)
-    return _wanted(*vars(chunk_backward(pipeline, options, context, joined(do, 3), dfinal_state)).values())
+    kept, arguments = rest[: len(CONTEXT_NAMES)], rest[len(CONTEXT_NAMES) :]
+    operation, tensors = _problem(arguments)
+
+    def backward(executor, everything):
+        *given, do, dfinal_state = everything
+        kept = dict(zip(CONTEXT_NAMES, given[_NUM_TENSORS:]))
+        return operation.backward(executor, tuple(given[:_NUM_TENSORS]), kept, (do, dfinal_state))
+
+    return _wanted(*run_recorded("backward", operation, (*tensors, *kept, joined(do, 3), dfinal_state), backward))
 
 
 def _attention_backward_fake(do, dfinal_state, *rest):
@@ -112,9 +126,7 @@ def _attention_autograd(ctx, do, *gradients):
     saved = ctx.saved_tensors  # read once: under activation checkpointing a second reading is an error
     tensors, kept = saved[:_NUM_TENSORS], saved[_NUM_TENSORS:]
     dfinal_state = gradients[0] if ctx.has_final_state else None
-    v = tensors[2]
-    if do is None:
-        do = v.new_zeros(()).expand(v.shape)
+    do = given_like(do, tensors[2])
     if dfinal_state is not None:
         dfinal_state = dfinal_state.contiguous()
     found = iter(OPERATORS.chunk_kda_backward(do, dfinal_state, *kept, *tensors, *ctx.options))
@@ -126,6 +138,21 @@ differentiate("chunk_kda_forward", _attention_setup, _attention_autograd)
 
 
 refuse_gradient("chunk_kda_backward", "a second derivative is not supported: call without create_graph")
+
+
+def attend(operation: Attention, tensors: tuple) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Call the operator of an attention on its tensors; returns o and final_state."""
+    keep = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors)
+    o, *others = OPERATORS.chunk_kda_forward(
+        *tensors,
+        operation.num_summaries,
+        operation.has_spare_rows,
+        *astuple(operation.transforms),
+        *astuple(operation.options),
+        operation.output_final_state,
+        keep,
+    )
+    return o, others[0] if operation.output_final_state else None
 
 
 # ---- segment summaries -----------------------------------------------------------------------------------------------
@@ -162,9 +189,13 @@ refuse_gradient("segment_summary", "detach its inputs; chunk_kda with states is 
 # ---- convolution -----------------------------------------------------------------------------------------------------
 
 
-def _conv_forward(x, *arguments):
-    *rest, output_final_state = arguments
-    return _wanted(*conv_forward(ConvInputs(joined(x, 2), *rest), output_final_state=output_final_state))
+def _conv_forward(*arguments):
+    operation = Convolution(*arguments[_NUM_CONV_TENSORS:])
+
+    def forward(executor, tensors):
+        return operation.forward(executor, tensors, keep=False)[0]
+
+    return _wanted(*run_recorded("forward", operation, operation.join(arguments[:_NUM_CONV_TENSORS]), forward))
 
 
 def _conv_forward_fake(*arguments):
@@ -175,8 +206,15 @@ def _conv_forward_fake(*arguments):
     return _wanted(x.new_empty(x.shape), final_state)
 
 
-def _conv_backward(dy, dfinal_state, x, *rest):
-    return _wanted(*conv_backward(ConvInputs(joined(x, 2), *rest), joined(dy, 2), dfinal_state))
+def _conv_backward(dy, dfinal_state, *arguments):
+    operation = Convolution(*arguments[_NUM_CONV_TENSORS:])
+    tensors = operation.join(arguments[:_NUM_CONV_TENSORS])
+
+    def backward(executor, everything):
+        *given, dy, dfinal_state = everything
+        return operation.backward(executor, tuple(given), {}, (dy, dfinal_state))
+
+    return _wanted(*run_recorded("backward", operation, (*tensors, joined(dy, 2), dfinal_state), backward))
 
 
 def _conv_backward_fake(dy, dfinal_state, x, weight, bias, initial_state, *_):
@@ -203,9 +241,7 @@ def _conv_setup(ctx, inputs, output):
 
 def _conv_autograd(ctx, dy, dfinal_state=None):
     tensors = ctx.saved_tensors
-    x = tensors[0]
-    if dy is None:
-        dy = x.new_zeros(()).expand(x.shape)
+    dy = given_like(dy, tensors[0])
     if dfinal_state is not None:
         dfinal_state = dfinal_state.contiguous()
     found = iter(OPERATORS.causal_conv1d_backward(dy, dfinal_state, *tensors, *ctx.options))
@@ -217,6 +253,12 @@ differentiate("causal_conv1d_forward", _conv_setup, _conv_autograd)
 
 
 refuse_gradient("causal_conv1d_backward", "a second derivative is not supported: call without create_graph")
+
+
+def convolve(operation: Convolution, tensors: tuple) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Call the operator of a convolution on its tensors; returns y and final_state."""
+    y, *others = OPERATORS.causal_conv1d_forward(*tensors, *astuple(operation))
+    return y, others[0] if operation.output_final_state else None
 
 
 # ---- transfer walk ---------------------------------------------------------------------------------------------------

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from functools import wraps
 
 import torch
 
@@ -15,8 +17,21 @@ _library = torch.library.Library(NAMESPACE, "DEF")
 _kernels: dict[str, Callable] = {}
 _DEVICE_KEYS = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
 
-untraced = torch._disable_dynamo
-"""Decorate what torch.compile must not look into. Unlike torch.compiler.disable it imports the compiler only late."""
+
+def untraced(function: Callable) -> Callable:
+    """Decorate what torch.compile must not look into.
+
+    Unlike torch.compiler.disable it does not import the compiler, which takes a second: one that nobody has imported
+    looks into nothing.
+    """
+    hidden = torch._disable_dynamo(function)  # imports it when first called
+
+    @wraps(function)
+    def call(*args, **kwargs):
+        return (hidden if "torch._dynamo" in sys.modules else function)(*args, **kwargs)
+
+    call._torchdynamo_disable = True  # nor does a compiler step into this
+    return call
 
 
 def define(schema: str, implementation: Callable, fake: Callable) -> None:

@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 
 from ..programs.attention_fields import BETA_FORMS, DTYPE_CODES, GATE_FORMS
-from ..runtime.launch import launch
+from ..programs.tile_fields import GRADIENT_ROWS, VALUE_ROWS
 from .checks import DTYPE_NAMES
 from .inputs import Inputs, Transforms
 from .problem import CHUNK_TOKENS
@@ -103,9 +103,13 @@ class Pipeline:
         totals = self.num_chunks * head_dim * 4
         return {"ke": rows, "qg": rows, "kg": rows, "Aqk": squares, "Tinv": squares, "decay_total": totals}
 
-    def rows(self, block: HeadBlock) -> torch.Tensor:
-        """Return an empty tile tensor ``[HB, chunks, 64, K]``."""
-        return self._tile(block, CHUNK_TOKENS, self.inputs.head_dim)
+    def values(self, block: HeadBlock) -> torch.Tensor:
+        """Return an empty tile tensor of v', ``[HB, chunks, 64 or 128, V]``."""
+        return self._tile(block, VALUE_ROWS[self.tile_dtype.itemsize], self.inputs.head_dim)
+
+    def gradients(self, block: HeadBlock) -> torch.Tensor:
+        """Return an empty tile tensor of z, ``[HB, chunks, 64 or 96, V]``."""
+        return self._tile(block, GRADIENT_ROWS[self.tile_dtype.itemsize], self.inputs.head_dim)
 
     def states(self, block: HeadBlock) -> torch.Tensor:
         """Return an empty tile tensor ``[HB, chunks, V, K]``."""
@@ -170,7 +174,7 @@ class Pipeline:
             num_walks=inputs.num_documents * block.count,
             head_dim=inputs.head_dim,
         )
-        entry = torch.empty_like(B)
+        entry = inputs.empty_like(B)
         values = {
             "M": M.data_ptr(),
             "B": B.data_ptr(),
@@ -185,7 +189,7 @@ class Pipeline:
             "head_dim": inputs.head_dim,
             "transpose": int(transpose),
         }
-        launch(chosen.record, chosen.reason, values, B.device)
+        inputs.executor.launch(chosen.record, chosen.reason, values, inputs.device)
         return entry
 
     def grad_scan(
@@ -234,17 +238,17 @@ class Pipeline:
             "num_value_heads": inputs.num_value_heads,
             "head_dim": inputs.head_dim,
         }
-        launch(chosen.record, chosen.reason, values, inputs.device)
+        inputs.executor.launch(chosen.record, chosen.reason, values, inputs.device)
 
     def _launch(self, program: str, groups: dict[str, object], **values: object) -> None:
         chosen = select_attention(program, self.inputs.problem, self.family)
-        launch(chosen.record, chosen.reason, groups | values, self.inputs.device)
+        self.inputs.executor.launch(chosen.record, chosen.reason, groups | values, self.inputs.device)
 
     def _tile(self, block: HeadBlock, rows: int, columns: int) -> torch.Tensor:
         return self._empty((block.count, self.num_chunks, rows, columns), self.tile_dtype)
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.inputs.device)
+        return self.inputs.empty(shape, dtype)
 
     def _strided(self, *names: str) -> dict[str, object]:
         values: dict[str, object] = {}

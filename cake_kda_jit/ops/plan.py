@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -57,6 +58,18 @@ class Plan:
     def num_segments(self) -> int:
         """Segments; a document has at least one."""
         return self.segment_table.shape[0]
+
+    @cached_property
+    def sizes(self) -> tuple:
+        """All but the content of the tables: what decides, of a plan, which launches a call makes."""
+        heads = (self.num_heads, self.num_value_heads, self.head_dim)
+        rows = (self.num_chunks, self.num_segments, self.num_documents, self.num_summaries, self.has_spare_rows)
+        return (self.num_tokens, *heads, self.device, *rows)
+
+    @property
+    def tables(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """chunk_table, segment_table, summary_offsets."""
+        return self.chunk_table, self.segment_table, self.summary_offsets
 
     def may_hold(self, boundaries: list[int]) -> bool:
         """Whether the plan is of these boundaries, as far as the host knows."""
@@ -150,7 +163,13 @@ class BatchTables(NamedTuple):
     summary_offsets: torch.Tensor
     num_summaries: int
     num_documents: int
+    cu_seqlens: torch.Tensor
     has_spare_rows: bool = False
+
+    @property
+    def tables(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """chunk_table, segment_table, summary_offsets."""
+        return self[:3]
 
 
 def _check_table(name: str, value: torch.Tensor) -> None:
@@ -311,4 +330,4 @@ def tables_of_batch(batch: int, tokens: int, num_value_heads: int, head_dim: int
     tables = torch.ops.cake_kda_jit.pack_tables(
         cu_seqlens, rows.chunks, rows.segments, rule.segment_tokens, rule.minimum_tokens
     )
-    return BatchTables(*tables, rows.summaries, batch)
+    return BatchTables(*tables, rows.summaries, batch, cu_seqlens)

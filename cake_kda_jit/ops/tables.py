@@ -63,11 +63,12 @@ def most_rows(documents: int, tokens: int, rule: SegmentRule) -> Rows:
 
 
 def empty_tables(rows: Rows, num_documents: int, device: torch.device) -> Tables:
-    """Return tables to be written; ``summary_offsets`` are those of a pack without documents."""
+    """Return tables to be written. Without documents nothing is, and ``summary_offsets`` is the single 0."""
+    make = torch.empty if num_documents else torch.zeros
     return Tables(
         torch.empty((rows.chunks, 4), dtype=torch.int32, device=device),
         torch.empty((rows.segments, 4), dtype=torch.int32, device=device),
-        torch.zeros(num_documents + 1, dtype=torch.int64, device=device),
+        make(num_documents + 1, dtype=torch.int64, device=device),
     )
 
 

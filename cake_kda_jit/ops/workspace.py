@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..errors import UnsupportedProblemError
+from ..programs.tile_fields import GRADIENT_ROWS, VALUE_ROWS
 from .problem import CHUNK_TOKENS
 
-DEFAULT_LIMIT = 3_200_000_000
-"""Bytes of scratch where no ``workspace_limit`` is given."""
+DEFAULT_LIMITS = {"saved": 6_400_000_000, "replay": 3_200_000_000}
+"""Bytes of scratch where no ``workspace_limit`` is given: ``saved`` is chosen for time, ``replay`` for memory."""
 
 
 @dataclass(frozen=True)
@@ -23,17 +24,23 @@ def tile_bytes_per_head(num_chunks: int, head_dim: int, element_bytes: int, *, s
     """Return scratch bytes of one value head.
 
     Counted: ke, qg, kg, Aqk, Tinv and decay totals, beside ``states`` tensors ``[chunks, V, K]`` and ``values`` tensors
-    ``[chunks, 64, V]``.
+    of a chunk's tokens: none, z, or z and v'.
     """
-    rows = CHUNK_TOKENS * head_dim * (3 + values)
+    value_rows = (0, GRADIENT_ROWS[element_bytes], GRADIENT_ROWS[element_bytes] + VALUE_ROWS[element_bytes])[values]
+    rows = (3 * CHUNK_TOKENS + value_rows) * head_dim
     squares = 2 * CHUNK_TOKENS * CHUNK_TOKENS
     return num_chunks * ((rows + squares + states * head_dim * head_dim) * element_bytes + head_dim * 4)
 
 
-def head_blocks(bytes_per_head: int, num_heads: int, num_value_heads: int, limit: int | None) -> list[HeadBlock]:
-    """Return the fewest blocks of equal whole groups that fit the limit; raises if one group does not."""
+def head_blocks(
+    bytes_per_head: int, num_heads: int, num_value_heads: int, limit: int | None, backward: str = "saved"
+) -> list[HeadBlock]:
+    """Return the fewest blocks of equal whole groups that fit the limit; raises if one group does not.
+
+    Without a limit that of ``backward`` holds, and a single group may exceed it.
+    """
     group = num_value_heads // num_heads
-    groups = (limit or DEFAULT_LIMIT) // max(bytes_per_head * group, 1)
+    groups = (limit or DEFAULT_LIMITS[backward]) // max(bytes_per_head * group, 1)
     if groups < 1:
         if limit is not None:
             raise UnsupportedProblemError(

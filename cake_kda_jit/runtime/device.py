@@ -29,8 +29,9 @@ def current_stream(device: torch.device) -> int:
 
 
 def is_current(device: torch.device) -> bool:
-    """Whether a CUDA device is the one that launches go to."""
-    return device.index == torch.cuda.current_device()
+    """Whether launches on a device go to it as things stand: a CPU, or the current CUDA device."""
+    # Not torch.cuda.current_device(), which first asks whether CUDA is initialised: a tensor is there.
+    return device.type == "cpu" or device.index == torch._C._cuda_getDevice()
 
 
 def is_capturing(device: torch.device) -> bool:

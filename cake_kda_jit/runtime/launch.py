@@ -31,7 +31,7 @@ class LaunchRecord:
     origin: str
 
 
-class _Launch(NamedTuple):
+class Launched(NamedTuple):
     """What a launch leaves behind; a ``LaunchRecord`` is made of it when somebody asks."""
 
     kernel: Kernel
@@ -39,6 +39,7 @@ class _Launch(NamedTuple):
     reason: str
 
     def record(self) -> LaunchRecord:
+        """Return the launch in words."""
         described = self.kernel.record
         names = (described.program, described.variant, described.family, self.kernel.arch)
         return LaunchRecord(*names, self.grid, self.reason, self.kernel.origin)
@@ -47,10 +48,10 @@ class _Launch(NamedTuple):
 class _Account(threading.local):
     """The launches of the operation that this thread is in, None outside one."""
 
-    launches: list[_Launch] | None = None
+    launches: list[Launched] | None = None
 
 
-_last_operation: list[_Launch] = []
+_last_operation: list[Launched] = []
 _account = _Account()
 
 
@@ -84,13 +85,7 @@ def launch(record: Record, reason: str, values: Mapping[str, object], device: to
     ``num_threads`` of the cpu family is filled in here. Raises ColdCallInCapture for a kernel first used inside CUDA
     graph capture, where nothing may be compiled.
     """
-    arch = arch_of_device(device)
-    if not is_loaded(record, arch) and is_capturing(device):
-        raise ColdCallInCapture(
-            f"{record.symbol} was first called inside CUDA graph capture; run the same call once "
-            "before the capture to warm it up"
-        )
-    kernel = get_kernel(record, arch)
+    kernel = ready_kernel(record, device)
     if record.family == "cpu":
         block = kernel.launch({**values, "num_threads": torch.get_num_threads()})
     elif is_current(device):
@@ -99,13 +94,28 @@ def launch(record: Record, reason: str, values: Mapping[str, object], device: to
         with torch.cuda.device(device):
             block = kernel.launch(values, current_stream(device))
     # The grid is asked for now: an entry may read the arguments' tables, which live no longer than this call.
-    launched = _Launch(kernel, kernel.grid(block), reason)
+    account([Launched(kernel, kernel.grid(block), reason)])
+
+
+def ready_kernel(record: Record, device: torch.device) -> Kernel:
+    """Return a record's kernel for a device, loaded; raises ColdCallInCapture instead of loading one in a capture."""
+    arch = arch_of_device(device)
+    if not is_loaded(record, arch) and is_capturing(device):
+        raise ColdCallInCapture(
+            f"{record.symbol} was first called inside CUDA graph capture; run the same call once "
+            "before the capture to warm it up"
+        )
+    return get_kernel(record, arch)
+
+
+def account(launched: list[Launched]) -> None:
+    """Add launches to the operation that this thread is in; outside one they are an operation by themselves."""
     if _account.launches is None:
-        _publish([launched])
+        _publish(launched)
     else:
-        _account.launches.append(launched)
+        _account.launches += launched
 
 
-def _publish(launches: list[_Launch]) -> None:
+def _publish(launches: list[Launched]) -> None:
     global _last_operation
     _last_operation = launches

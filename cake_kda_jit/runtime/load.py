@@ -10,17 +10,19 @@ from collections.abc import Mapping
 from ..arch import Arch
 from ..compiler.build import Artifact, build
 from ..compiler.cache import verify_artifact
-from ..errors import AbiMismatch, LoadError, UnsupportedProblemError
+from ..errors import AbiMismatch, DriverTooOld, LoadError, UnsupportedProblemError
 from ..record import Record
 
 _BAD_ARGUMENT = 1  # Status::kBadArgument of templates/host/args.jinja
+_NEEDS_NEWER_DRIVER = ("cudaErrorInsufficientDriver", "cudaErrorCallRequiresNewerDriver", "is not in this driver")
+"""What a library says where the driver is too old for the runtime in it, or lacks a function that it calls."""
 
 
 class Kernel:
     """A loaded library: its record, its artifact and its entry functions.
 
     Errors: ``launch`` and ``grid`` raise UnsupportedProblemError with the library's own message for a bad argument,
-    ``launch`` LoadError when the device refused the launch.
+    ``launch`` LoadError when the device refused the launch, DriverTooOld when the driver did.
     """
 
     def __init__(self, artifact: Artifact) -> None:
@@ -52,10 +54,14 @@ class Kernel:
     def launch(self, values: Mapping[str, object], stream: int = 0) -> bytes:
         """Launch with one value per field of the record's entry; returns the packed argument block."""
         block = self._entry.pack(values)
+        self.launch_block(block, stream)
+        return block
+
+    def launch_block(self, block: bytes, stream: int = 0) -> None:
+        """Launch with a packed argument block."""
         status = self._launch(block, stream)
         if status:
             self._raise(status)
-        return block
 
     def grid(self, block: bytes) -> tuple[int, int, int]:
         """Return the grid that the entry computes for a packed argument block."""
@@ -73,7 +79,25 @@ class Kernel:
 
     def _raise(self, status: int) -> None:
         message = f"{self.record.symbol}: {self._error().decode()}"
-        raise (UnsupportedProblemError if status == _BAD_ARGUMENT else LoadError)(message)
+        if status == _BAD_ARGUMENT:
+            raise UnsupportedProblemError(message)
+        if any(words in message for words in _NEEDS_NEWER_DRIVER):
+            built_with = self.artifact.provenance["toolchain"]["cuda"]["version"]
+            raise DriverTooOld(
+                f"{message}; it was built with CUDA {built_with}, and this machine has {_driver()}: update the driver, "
+                "or build with an older nvcc, named in CAKE_KDA_JIT_NVCC"
+            )
+        raise LoadError(message)
+
+
+def _driver() -> str:
+    """What the CUDA driver of this machine is, in words."""
+    version = ctypes.c_int()
+    try:
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except OSError:
+        return "no CUDA driver"
+    return f"a driver for CUDA {version.value // 1000}.{version.value % 1000 // 10}"
 
 
 def _open(artifact: Artifact) -> ctypes.CDLL:

@@ -14,7 +14,6 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from cake_kda_jit import UnsupportedProblemError, causal_conv1d, last_launches, make_plan
 from cake_kda_jit.bench.problems import make_problem
 from cake_kda_jit.layers import KimiDeltaAttention
-from cake_kda_jit.ops import conv, pipeline
 from cake_kda_jit.ops.api import chunk_kda
 from cake_kda_jit.runtime import load
 
@@ -200,12 +199,10 @@ def test_activation_checkpointing_gives_the_same_bits(use_reentrant):
 
 def test_selective_checkpointing_sees_the_operators(monkeypatch):
     """A policy that keeps the attention's outputs: the backward runs each convolution again, but not the attention."""
-    programs = []
-    for module in (conv, pipeline):
-        plain = module.launch
-        monkeypatch.setattr(
-            module, "launch", lambda r, *rest, plain=plain: programs.append(r.program) or plain(r, *rest)
-        )
+    programs, plain = [], load.Kernel.launch_block
+    monkeypatch.setattr(
+        load.Kernel, "launch_block", lambda self, *rest: programs.append(self.record.program) or plain(self, *rest)
+    )
 
     def policy(context, operator, *args, **kwargs):
         is_attention = operator == torch.ops.cake_kda_jit.chunk_kda_forward.default

@@ -73,7 +73,7 @@ def shard(model: nn.Module, low: torch.dtype | None) -> None:
     for layer in model.layers:
         fully_shard(list(layer.children()), mesh=mesh, mp_policy=policy)
         fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
-    fully_shard(model, mesh=mesh)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
 def check_fsdp(rank: int, low: torch.dtype | None) -> None:

@@ -9,12 +9,14 @@ import sys
 import time
 
 import pytest
+import torch
 
 from cake_kda_jit import UnsupportedProblemError, build, load
 from cake_kda_jit.arch import host_arch
 from cake_kda_jit.catalog import registry
-from cake_kda_jit.errors import AbiMismatch
+from cake_kda_jit.errors import AbiMismatch, DriverTooOld, LoadError, ToolchainNotFound
 from cake_kda_jit.record import Entry, Field
+from cake_kda_jit.runtime import load as loading
 from cake_kda_jit.runtime.load import get_kernel
 
 
@@ -52,6 +54,44 @@ def test_another_argument_layout_is_refused():
     other = dataclasses.replace(record, entry=Entry((*record.entry.fields, Field("more", "i32"))))
     with pytest.raises(AbiMismatch, match="remove the entry or rebuild it"):
         load(dataclasses.replace(artifact, record=other))
+
+
+def cuda_walk():
+    """A CUDA library, and an argument block that it launches or fails to."""
+    record = registry().get("transfer_walk", "bf16x3_hw64", "smxx")
+    addresses = dict.fromkeys(("M", "B", "initial", "offsets", "entry", "exit"), 0x1000)
+    sizes = {"num_chains": 1, "num_value_heads": 1, "num_block_heads": 1, "head_dim": 128}
+    try:
+        return load(build(record, "sm_90a")), zeros(record) | addresses | sizes
+    except ToolchainNotFound as error:
+        pytest.skip(f"no nvcc: {error.cause}")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the launch would succeed: this machine has a driver")
+def test_a_machine_without_a_cuda_driver():
+    kernel, values = cuda_walk()
+    with pytest.raises(DriverTooOld, match=r"InsufficientDriver.*built with CUDA \d+\.\d+.*update the driver"):
+        kernel.launch(values)
+
+
+@pytest.mark.parametrize(
+    ("said", "kind"),
+    [
+        ("CUDA driver version is insufficient for CUDA runtime version (cudaErrorInsufficientDriver)", DriverTooOld),
+        ("cuTensorMapEncodeTiled is not in this driver (cudaErrorSymbolNotFound)", DriverTooOld),
+        ("an illegal memory access was encountered (cudaErrorIllegalAddress)", LoadError),
+    ],
+)
+def test_the_driver_is_blamed_for_what_it_lacks_alone(monkeypatch, said, kind):
+    """An old driver as the library tells of it: launch fails, and __error has CUDA's words."""
+    kernel, values = cuda_walk()
+    monkeypatch.setattr(kernel, "_launch", lambda block, stream: 2)
+    monkeypatch.setattr(kernel, "_error", said.encode)
+    monkeypatch.setattr(loading, "_driver", lambda: "a driver for CUDA 12.4")
+    with pytest.raises(LoadError) as caught:
+        kernel.launch(values)
+    assert type(caught.value) is kind and said in str(caught.value)
+    assert ("this machine has a driver for CUDA 12.4" in str(caught.value)) == (kind is DriverTooOld)
 
 
 def test_a_second_process_compiles_nothing_and_loads_fast():
