@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..record import Field, Program, cpu_entry
-from .common import cpu_tile_records, smxx_tile_records
+from .common import cpu_tile_records, sm90_tile_records, smxx_tile_records
 from .tile_fields import BETA, GATE, HEAD_BLOCK, PREPARED_TILES
 
 FIELDS = (
@@ -37,6 +37,8 @@ ENTRY = cpu_entry(FIELDS)
 PROGRAM = Program(
     name="chunk_prepare",
     summary="the tiles of every chunk, one task per (chunk, value head)",
-    records=cpu_tile_records("chunk_prepare", ENTRY) + smxx_tile_records("chunk_prepare", FIELDS),
+    records=cpu_tile_records("chunk_prepare", ENTRY)
+    + smxx_tile_records("chunk_prepare", FIELDS)
+    + tuple(r for r in sm90_tile_records("chunk_prepare", FIELDS) if dict(r.params)["head_dim"] == 128),
     bytes_note="per (token, value head), K = 128, 16-bit inputs: 768 of q, k, g, 1,024 of tiles, 8 of decay_total",
 )

@@ -50,6 +50,30 @@ __device__ __forceinline__ uint2 pack_bf16(const float4& quad) {
   return make_uint2(pack_bf16(quad.x, quad.y), pack_bf16(quad.z, quad.w));
 }
 
+__device__ __forceinline__ uint32_t pack_fp16(float low, float high) {
+  const __half2 pair = __floats2half2_rn(low, high);
+  uint32_t word;
+  memcpy(&word, &pair, sizeof word);
+  return word;
+}
+
+__device__ __forceinline__ uint2 pack_fp16(const float4& quad) {
+  return make_uint2(pack_fp16(quad.x, quad.y), pack_fp16(quad.z, quad.w));
+}
+
+__device__ __forceinline__ uint32_t multiply_fp16(uint32_t a, uint32_t b) {
+  __half2 left, right;
+  memcpy(&left, &a, sizeof a);
+  memcpy(&right, &b, sizeof b);
+  const __half2 product = __hmul2(left, right);
+  memcpy(&a, &product, sizeof a);
+  return a;
+}
+
+__device__ __forceinline__ uint2 multiply_fp16(const uint2& a, const uint2& b) {
+  return make_uint2(multiply_fp16(a.x, b.x), multiply_fp16(a.y, b.y));
+}
+
 // One head of a strided [T, heads, channels] tensor, from `channel` on. row_bytes is what dense_row_bytes says of it.
 struct HeadRows {
   const char* tensor;

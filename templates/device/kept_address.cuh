@@ -4,6 +4,13 @@
 
 namespace {
 
+// The thread's index, anew at each call: so a loop does not keep all that depends on it from one turn to the next.
+__device__ __forceinline__ unsigned thread_index() {
+  unsigned index;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+  return index;
+}
+
 // A place in shared memory, at which and behind which the thread stores quads.
 struct KeptShared {
   uint32_t address;
@@ -20,10 +27,10 @@ struct KeptShared {
                  : "memory");
   }
 
-  __device__ __forceinline__ void store(int bytes_behind, const float4& quad) const {
-    asm volatile("st.shared.v4.f32 [%0], { %1, %2, %3, %4};"
+  __device__ __forceinline__ void store(int bytes_behind, const uint4& quad) const {
+    asm volatile("st.shared.v4.b32 [%0], { %1, %2, %3, %4};"
                  :
-                 : "r"(address + bytes_behind), "f"(quad.x), "f"(quad.y), "f"(quad.z), "f"(quad.w)
+                 : "r"(address + bytes_behind), "r"(quad.x), "r"(quad.y), "r"(quad.z), "r"(quad.w)
                  : "memory");
   }
 };

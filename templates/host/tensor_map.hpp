@@ -45,4 +45,27 @@ Status describe_tiles(CUtensorMap& map, const void* tiles, int64_t num_tiles, in
               static_cast<long long>(num_tiles), rows, columns, tiles, static_cast<int>(result));
 }
 
+// Rows of one head of a strided [tokens, heads, columns] tensor of 16-bit numbers, in boxes of box_rows tokens as they
+// are. How many tokens there are is not known here: a box must lie within them.
+Status describe_rows(CUtensorMap& map, const void* tensor, const int64_t* strides, int heads, int columns,
+                     int box_rows) {
+  static decltype(&cuTensorMapEncodeTiled) encoder = nullptr;
+  if (!encoder) {
+    const Status status = find_encoder(encoder);
+    if (status != kOk) return status;
+  }
+  constexpr cuuint64_t kMostTokens = 0x7fffffff;
+  const cuuint64_t size[3] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(heads), kMostTokens};
+  const cuuint64_t steps[2] = {static_cast<cuuint64_t>(2 * strides[1]), static_cast<cuuint64_t>(2 * strides[0])};
+  const cuuint32_t box[3] = {static_cast<cuuint32_t>(columns), 1, static_cast<cuuint32_t>(box_rows)};
+  const cuuint32_t ones[3] = {1, 1, 1};
+  const CUresult result =
+      encoder(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void*>(tensor), size, steps, box, ones,
+              CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+              CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result == CUDA_SUCCESS) return kOk;
+  return fail(kLaunchFailed, "cuTensorMapEncodeTiled refuses rows of %d heads at %p (CUresult %d)", heads, tensor,
+              static_cast<int>(result));
+}
+
 }  // namespace

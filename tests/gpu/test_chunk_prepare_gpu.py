@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from cake_kda_jit.arch import Arch
 from cake_kda_jit.catalog import registry
 from cake_kda_jit.errors import UnsupportedProblemError
 from cake_kda_jit.runtime.device import arch_of_device
@@ -61,20 +62,36 @@ def launch_values(pack: Pack, heads=None, **replaced) -> dict[str, object]:
     return values
 
 
-def launch(pack: Pack, values: dict[str, object]) -> None:
-    record = registry().get("chunk_prepare", pack.variant.removesuffix("_tiles_bf16"), "smxx")
+def device_arch() -> Arch:
+    return arch_of_device(torch.device("cuda", torch.cuda.current_device()))
+
+
+def families_of(pack: Pack) -> list[str]:
+    """The families with a record for a pack's variant on this device."""
+    arch, variant = device_arch(), pack.variant.removesuffix("_tiles_bf16")
+    records = [r for r in registry().shipped() if (r.program, r.variant) == ("chunk_prepare", variant)]
+    return [r.family for r in records if r.family in arch.families and arch.name in r.archs]
+
+
+def launch(pack: Pack, values: dict[str, object], family: str = "smxx") -> None:
+    record = registry().get("chunk_prepare", pack.variant.removesuffix("_tiles_bf16"), family)
     addresses = {name: value.data_ptr() if isinstance(value, torch.Tensor) else value for name, value in values.items()}
-    kernel = get_kernel(record, arch_of_device(torch.device("cuda", torch.cuda.current_device())))
+    kernel = get_kernel(record, device_arch())
     kernel.launch(addresses, torch.cuda.current_stream().cuda_stream)
     torch.cuda.synchronize()
 
 
 def run_on_device(pack: Pack, heads=None, **replaced) -> dict[str, torch.Tensor]:
-    """Launch on the device; returns the wanted tiles on the CPU."""
+    """Launch on the device by every family, whose bits are the same; returns the wanted tiles on the CPU."""
     pack = pack if pack.q.is_cuda else to_device(pack)
-    values = launch_values(pack, heads, **replaced)
-    launch(pack, values)
-    return {name: values[name].cpu() for name in TILE_NAMES if values[name] is not None}
+    found = []
+    for family in families_of(pack):
+        values = launch_values(pack, heads, **replaced)
+        launch(pack, values, family)
+        found.append({name: values[name].cpu() for name in TILE_NAMES if values[name] is not None})
+    for other in found[1:]:
+        assert_equal_bits(other, found[0])
+    return found[0]
 
 
 def assert_near_twin(found: dict[str, torch.Tensor], twin: dict[str, torch.Tensor]) -> None:
@@ -221,6 +238,19 @@ def test_correlated_keys(variant):
     assert_near_twin({"Aqk": found["Aqk"]}, {"Aqk": run_prepare(pack)["Aqk"]})
     error = (found["Tinv"][:, 0].double() - exact.Tinv).norm() / exact.Tinv.norm()
     assert error < PAIR_ERROR, error.item()
+
+
+@pytest.mark.parametrize("sizes", [(12, 0), (-30, 0), (0, 20), (0, -30), (15, -12), (-12, 30)])
+@pytest.mark.parametrize("l2norm", [False, True])
+def test_rows_of_every_size(sizes, l2norm):
+    """Factors of pairs are fp16: without a norm, keys and queries of 2^15 or 2^-30 must lose no digit there."""
+    key, query = sizes
+    pack = make_pack((64, 20), "bf16_k128", l2norm=l2norm, gate_form="ready")
+    pack.g[:] = pack.g / 8.0
+    pack.k[::2] *= 2.0**key
+    pack.q[1::3] *= 2.0**query
+    pack.beta[:] *= 1.0 if l2norm else 2.0 ** min(0, -2 * key)
+    assert_as_twin(pack)
 
 
 def test_a_later_gate_does_not_touch_an_earlier_row():
