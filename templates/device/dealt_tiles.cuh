@@ -195,7 +195,8 @@ template <int kCount>
 __device__ __forceinline__ float sum_over_channels(float (&values)[kCount]) {
   static_assert(kCount == 4 || kCount == 8, "a lane returns one sum");
   constexpr unsigned kAllLanes = 0xffffffffu;
-  const int lane = threadIdx.x % 32;
+  unsigned lane;  // asked for anew, lest its bits are kept in registers from one sum to the next
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
 #pragma unroll
   for (int count = kCount / 2, distance = 16; count >= 1; count /= 2, distance /= 2) {
     const bool keeps_upper = lane & distance;

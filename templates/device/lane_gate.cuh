@@ -20,8 +20,8 @@ __device__ __forceinline__ float gate_decay(float x, float amplitude, float lowe
 template <int kForm>
 __device__ __forceinline__ float gate_backward(float dg, float x, float amplitude, float lower_bound, float& term) {
   if constexpr (kForm == kGateBounded) {
-    const float e = exp2_approximate(-kLog2E * fabsf(amplitude * x)), r = reciprocal(1.0f + e);
-    const float dx = dg * (e * r * r * fmaxf(lower_bound * amplitude, -FLT_MAX));
+    const float e = exp2_approximate(-fabsf(kLog2E * amplitude * x)), r = reciprocal(1.0f + e);
+    const float dx = dg * (e * r * (r * fmaxf(lower_bound * amplitude, -FLT_MAX)));
     term = dx == 0.0f ? 0.0f : dx * x;
     return dx;
   }

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from cake_kda_jit.bench.problems import relative_error
 from cake_kda_jit.errors import UnsupportedProblemError
 
-from ..programs.gradients import INPUTS, grad_outputs, grad_values, random_edges
+from ..programs.gradients import INPUTS, exact_chunk_gradients, grad_outputs, grad_values, random_edges
 from ..programs.pipeline import (
     BAD_BLOCKS,
     Pack,
@@ -96,6 +97,20 @@ def test_gradients_of_every_chunk(variant, heads):
 def test_every_input_form(gate_form, beta_form, l2norm):
     pack = make_pack((70, 3), "bf16_k128", H=2, HV=2, gate_form=gate_form, beta_form=beta_form, l2norm=l2norm, seed=1)
     assert_as_twin(pack)
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (1, 2)])
+@pytest.mark.parametrize("variant", ["bf16_k128", "fp16_k128"])
+def test_a_beta_of_zero_has_a_gradient(variant, heads):
+    """Such a token writes nothing, so that its dbeta is no multiple of v'."""
+    pack = make_pack((70, 20), variant, H=heads[0], HV=heads[1], beta_form="ready", l2norm=True)
+    rows = [0, 3, 63, 64, 89]
+    pack.beta[rows] = 0.0
+    edges = random_edges(pack)
+    found, expected = run_on_device(pack, edges)["dbeta"], exact_chunk_gradients(pack, edges)["dbeta"]
+    # z, h and v' are rounded to bf16, 1.7e-3 each, in a sum whose terms cancel, and dbeta itself.
+    assert relative_error(found[rows], expected[rows]) <= 5e-3
+    assert relative_error(found, expected) <= 5e-3
 
 
 @pytest.mark.parametrize("variant", ["bf16_k64", "bf16_k128", "fp16_k128"])
