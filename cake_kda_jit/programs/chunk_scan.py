@@ -19,7 +19,7 @@ FIELDS = (
         Field("o", "ptr", "[T, HV, V] contiguous, dtype of v"),
         Field("final_state", "ptr", "[N, HV, K, V] fp32 or null"),
         Field("h", "ptr", "[HB, chunks, V, K] tile: state entering each chunk, or null"),
-        Field("v_new", "ptr", "[HB, chunks, 64, V] tile: v', or null"),
+        Field("v_new", "ptr", "[HB, chunks, 64 (bf16: 128), V] tile: v', or null"),
         Field("checkpoints", "ptr", "[rows, HV, V, K] fp32, row floor(first chunk / interval) + j + segment, or null"),
         Field("v_strides", "strides(3)", "elements per token, head, channel"),
         Field("beta_strides", "strides(2)", "elements per token, head"),

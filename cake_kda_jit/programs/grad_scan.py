@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..record import Field, Program, cpu_entry
-from .common import cpu_tile_records, smxx_tile_records
+from .common import cpu_tile_records, sm90_tile_records, smxx_tile_records
 from .tile_fields import BETA, HEAD_BLOCK, PREPARED_TILES, TABLES
 
 FIELDS = (
@@ -17,11 +17,11 @@ FIELDS = (
     + (
         Field("checkpoints", "ptr", "[rows, HV, V, K] fp32 of chunk_scan; null: no replay"),
         Field("h", "ptr", "[HB, chunks, V, K] tile, written by the replay"),
-        Field("v_new", "ptr", "[HB, chunks, 64, V] tile, written by the replay"),
+        Field("v_new", "ptr", "[HB, chunks, 64 (bf16: 128), V] tile, written by the replay"),
         Field("dfinal_state", "ptr", "[N, HV, K, V] fp32 or null: gradient leaving each document's last segment"),
         Field("segment_dexit", "ptr", "[summary rows, HV, K, V] fp32: gradient leaving the other segments, or null"),
         Field("dS", "ptr", "[HB, chunks, V, K] tile: gradient of the state leaving each chunk"),
-        Field("z", "ptr", "[HB, chunks, 64, V] tile: Tinv^T (Aqk^T do + kg dS)"),
+        Field("z", "ptr", "[HB, chunks, 64 (bf16: 96), V] tile: Tinv^T (Aqk^T do + kg dS)"),
         Field("dinitial_state", "ptr", "[N, HV, K, V] fp32 or null"),
         Field("v_strides", "strides(3)", "elements per token, head, channel"),
         Field("beta_strides", "strides(2)", "elements per token, head"),
@@ -39,5 +39,7 @@ ENTRY = cpu_entry(FIELDS)
 PROGRAM = Program(
     name="grad_scan",
     summary="replay of h and v' per checkpoint interval, and the reverse scan of dS and z per segment",
-    records=cpu_tile_records("grad_scan", ENTRY) + smxx_tile_records("grad_scan", FIELDS),
+    records=cpu_tile_records("grad_scan", ENTRY)
+    + smxx_tile_records("grad_scan", FIELDS)
+    + sm90_tile_records("grad_scan", FIELDS),
 )

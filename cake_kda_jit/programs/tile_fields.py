@@ -5,11 +5,22 @@ segment, ``chunk_grad`` turns what they left into gradients. Tiles are blocked b
 heads from ``first_head`` on, whole groups; rows past a short chunk's last token are 0. A record's
 ``tile_dtype`` is the dtype of tile elements: fp32 in the cpu family, bf16 on a GPU. Public tensors are indexed by the
 absolute head.
+
+v' and z are larger than other tiles where these are bf16: they are held in two parts, so that no more than 2^-16 of a
+number is lost. Behind its 64 rounded rows a tile of v' has 64 rows of what the rounding took; a tile of z has 64 rows
+of bytes, in the place of 32: by how much the bits of fp32 z, as an integer, are above those of the rounded z, in units
+of 0x100 and from -0x8000 on.
 """
 
 from __future__ import annotations
 
 from ..record import Field
+
+VALUE_ROWS = {4: 64, 2: 128}
+"""Rows of a tile of v', ``[HB, chunks, rows, V]``, by the bytes of an element."""
+
+GRADIENT_ROWS = {4: 64, 2: 96}
+"""Rows of a tile of z, ``[HB, chunks, rows, V]``, by the bytes of an element."""
 
 TABLES = (
     Field("chunk_table", "ptr", "[chunks, 4] int32: document (-1: none), first token, tokens, segment"),

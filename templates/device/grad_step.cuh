@@ -3,36 +3,43 @@
 //
 //     dv' = Aqk^T do + kg dS          z = Tinv^T dv'          dS <- diag(e^G_last) dS + qg^T do - ke^T (beta z)
 //
-// The reverse scan and the summary D of a segment both run this code. dS is rounded to bf16 where it is a factor, as
-// are z and beta z; the z that is stored is the one that is used. dv' is the sum of two bf16 numbers as a factor, for
-// the reason that beta x is forwards. Included after state_step and token_rows.cuh.
+// The reverse scan and the summary D of a segment both run this code. dS and dv' are sums of two bf16 numbers as
+// factors of kg and Tinv: at a document's end, kg dS is most of z, and a single token's dbeta averages no error of dS.
+// beta z is rounded once. Included after state_step and token_rows.cuh.
 #include <cstdint>
 
 namespace {
 
-// z, given the gradient of the state that leaves the chunk.
-__device__ __forceinline__ void solve_value_gradients(TokenFactor& z, const StateFactor& dS, const TokenFactor& do_,
-                                                      const SharedTile<kHeadDim>& kg, const SharedTile<kChunk>& Aqk,
+// dS as a factor in two parts.
+struct SplitState {
+  StateFactor high, low;
+};
+
+// dv', from zeros, given the gradient of the state that leaves the chunk.
+__device__ __forceinline__ void sum_value_gradients(TokenSums& dv, const SplitState& dS, const TokenFactor& do_,
+                                                    const SharedTile<kHeadDim>& kg, const SharedTile<kChunk>& Aqk) {
+  multiply_lower_columns(dv, do_, Aqk);
+  multiply_rows<kHeadDim>(dv, dS.low, dS.high, kg);
+}
+
+__device__ __forceinline__ void solve_value_gradients(TokenSums& z, const TokenSums& dv,
                                                       const SharedTile<kChunk>& Tinv) {
-  TokenSums sum{};
-  multiply_lower_columns(sum, do_, Aqk);
-  multiply_rows<kHeadDim>(sum, dS, kg);
   TokenFactor high, low;
-  split(high, low, sum);
-  TokenSums solved{};
-  multiply_lower_columns(solved, low, high, Tinv);
-  pack(z, solved);
+  split(high, low, dv);
+#pragma unroll
+  for (int n = 0; n < kTokenTiles; ++n) {
+    for (int i = 0; i < 4; ++i) z[n][i] = 0.0f;
+  }
+  multiply_lower_columns(z, low, high, Tinv);
 }
 
 // -beta z, rounded.
-__device__ __forceinline__ void weigh_gradients(TokenFactor& weighed, const TokenFactor& z, const float2* beta) {
+__device__ __forceinline__ void weigh_gradients(TokenFactor& weighed, const TokenSums& z, const float2* beta) {
 #pragma unroll
   for (int n = 0; n < kTokenTiles; ++n) {
     const float2 factor = columns_of_lane(beta, n);
     for (int half = 0; half < 2; ++half) {
-      const uint32_t pair = z[n / 2][n % 2 * 2 + half];
-      weighed[n / 2][n % 2 * 2 + half] =
-          pack_bf16(-factor.x * __uint_as_float(pair << 16), -factor.y * __uint_as_float(pair & 0xffff0000u));
+      weighed[n / 2][n % 2 * 2 + half] = pack_bf16(-factor.x * z[n][2 * half], -factor.y * z[n][2 * half + 1]);
     }
   }
 }

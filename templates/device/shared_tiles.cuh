@@ -111,22 +111,26 @@ __device__ __forceinline__ void multiply_rows(TokenSums& sum, const uint32_t (&l
   }
 }
 
-// The same for a lower triangular tile [token, token], without the blocks of zeros.
-__device__ __forceinline__ void multiply_lower_rows(TokenSums& sum, const TokenFactor& left,
-                                                    const SharedTile<kChunk>& tile) {
+// The same for a left factor in two parts: the smaller one first.
+template <int kColumns>
+__device__ __forceinline__ void multiply_rows(TokenSums& sum, const uint32_t (&low)[kColumns / 16][4],
+                                              const uint32_t (&high)[kColumns / 16][4],
+                                              const SharedTile<kColumns>& tile) {
   const uint32_t address = lane_rows(tile);
 #pragma unroll
-  for (int k = 0; k < kTokenSteps; ++k) {
-    for (int n = k; n < kTokenSteps; ++n) {
+  for (int k = 0; k < kColumns / 16; ++k) {
+    for (int n = 0; n < kTokenSteps; ++n) {
       uint32_t right[4];
-      ldmatrix_x4(right, (address ^ 32 * k) + n * 16 * SharedTile<kChunk>::kRowBytes);
-      mma_bf16(sum[2 * n], left[k], right[0], right[1]);
-      mma_bf16(sum[2 * n + 1], left[k], right[2], right[3]);
+      ldmatrix_x4(right, (address ^ 32 * k) + n * 16 * SharedTile<kColumns>::kRowBytes);
+      for (int row = 0; row < 2; ++row) {
+        mma_bf16(sum[2 * n + row], low[k], right[2 * row], right[2 * row + 1]);
+        mma_bf16(sum[2 * n + row], high[k], right[2 * row], right[2 * row + 1]);
+      }
     }
   }
 }
 
-// The same for a left factor in two parts.
+// The same for a lower triangular tile [token, token], without the blocks of zeros.
 __device__ __forceinline__ void multiply_lower_rows(TokenSums& sum, const TokenFactor& low, const TokenFactor& high,
                                                     const SharedTile<kChunk>& tile) {
   const uint32_t address = lane_rows(tile);
@@ -188,6 +192,24 @@ __device__ __forceinline__ void multiply_columns(float (&sum)[kColumns / 8][4], 
       ldmatrix_x4_trans(right, (address ^ 32 * n) + k * 16 * SharedTile<kColumns>::kRowBytes);
       mma_bf16(sum[2 * n], left[k], right[0], right[1]);
       mma_bf16(sum[2 * n + 1], left[k], right[2], right[3]);
+    }
+  }
+}
+
+// The same for a left factor in two parts.
+template <int kColumns>
+__device__ __forceinline__ void multiply_columns(float (&sum)[kColumns / 8][4], const TokenFactor& low,
+                                                 const TokenFactor& high, const SharedTile<kColumns>& tile) {
+  const uint32_t address = lane_columns(tile);
+#pragma unroll
+  for (int k = 0; k < kTokenSteps; ++k) {
+    for (int n = 0; n < kColumns / 16; ++n) {
+      uint32_t right[4];
+      ldmatrix_x4_trans(right, (address ^ 32 * n) + k * 16 * SharedTile<kColumns>::kRowBytes);
+      for (int column = 0; column < 2; ++column) {
+        mma_bf16(sum[2 * n + column], low[k], right[2 * column], right[2 * column + 1]);
+        mma_bf16(sum[2 * n + column], high[k], right[2 * column], right[2 * column + 1]);
+      }
     }
   }
 }

@@ -3,10 +3,10 @@
 //     x = v - ke S          v' = Tinv (beta x)          S <- diag(e^G_last) S + kg^T v'
 //
 // The scan, the replay of its states and the summary B of a segment all run this code: from the same state they get the
-// same bits. S is rounded to bf16 where it is a factor and stays fp32 where it is updated; v' is rounded, and the tile
-// that is stored is the one that is used. beta x is the sum of two bf16 numbers as a factor: Tinv takes errors of
-// beta x along with it, and where keys are alike its rows cancel them only if all of an error is there. Included after
-// shared_tiles.cuh and the constant kHeadDim.
+// same bits. S is rounded to bf16 where it is a factor and stays fp32 where it is updated. beta x and v' are sums of
+// two bf16 numbers as factors: Tinv takes errors of beta x along with it, and where keys are alike its rows cancel them
+// only if all of an error is there; an error of v' stays in S. Included after shared_tiles.cuh and the constant
+// kHeadDim.
 #include <cstdint>
 
 namespace {
@@ -17,10 +17,17 @@ constexpr int kStateSteps = kHeadDim / 16;
 using State = float[kStateTiles][4];
 using StateFactor = uint32_t[kStateSteps][4];
 
+// A left factor in two parts.
+struct SplitTokens {
+  TokenFactor high, low;
+};
+
 // Accumulators as two left factors: rounded to bf16, and what that takes from them.
-__device__ __forceinline__ void split(TokenFactor& high, TokenFactor& low, const TokenSums& sum) {
+template <int kSteps>
+__device__ __forceinline__ void split(uint32_t (&high)[kSteps][4], uint32_t (&low)[kSteps][4],
+                                      const float (&sum)[2 * kSteps][4]) {
 #pragma unroll
-  for (int n = 0; n < kTokenTiles; ++n) {
+  for (int n = 0; n < 2 * kSteps; ++n) {
     for (int half = 0; half < 2; ++half) {
       const float first = sum[n][2 * half], second = sum[n][2 * half + 1];
       const uint32_t pair = pack_bf16(first, second);
@@ -41,7 +48,7 @@ __device__ __forceinline__ void scale_columns(TokenSums& sum, float sign, const 
 }
 
 // v' from S and -v, which is used up.
-__device__ __forceinline__ void solve_values(TokenFactor& v_new, TokenSums& negative_v, const StateFactor& S,
+__device__ __forceinline__ void solve_values(SplitTokens& v_new, TokenSums& negative_v, const StateFactor& S,
                                              const SharedTile<kHeadDim>& ke, const SharedTile<kChunk>& Tinv,
                                              const float2* beta) {
   multiply_rows<kHeadDim>(negative_v, S, ke);
@@ -50,7 +57,7 @@ __device__ __forceinline__ void solve_values(TokenFactor& v_new, TokenSums& nega
   split(high, low, negative_v);
   TokenSums sum{};
   multiply_lower_rows(sum, low, high, Tinv);
-  pack(v_new, sum);
+  split(v_new.high, v_new.low, sum);
 }
 
 // S <- diag(e^G_last) S, for the state and, backwards, for its gradient.
@@ -62,10 +69,10 @@ __device__ __forceinline__ void decay_state(State& S, const float2* decay_total)
   }
 }
 
-__device__ __forceinline__ void advance_state(State& S, const TokenFactor& v_new, const SharedTile<kHeadDim>& kg,
+__device__ __forceinline__ void advance_state(State& S, const SplitTokens& v_new, const SharedTile<kHeadDim>& kg,
                                               const float2* decay_total) {
   decay_state(S, decay_total);
-  multiply_columns<kHeadDim>(S, v_new, kg);
+  multiply_columns<kHeadDim>(S, v_new.low, v_new.high, kg);
 }
 
 }  // namespace

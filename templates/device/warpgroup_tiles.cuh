@@ -48,6 +48,18 @@ __device__ __forceinline__ void pack_step(uint32_t (&left)[4], const float (&fir
   left[3] = pack_bf16(second[2], second[3]);
 }
 
+// The same in two parts, as split does it.
+__device__ __forceinline__ void split_step(uint32_t (&high)[4], uint32_t (&low)[4], const float (&first)[4],
+                                           const float (&second)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float(&tile)[4] = i < 2 ? first : second;
+    const float left = tile[i % 2 * 2], right = tile[i % 2 * 2 + 1];
+    high[i] = pack_bf16(left, right);
+    low[i] = pack_bf16(left - __uint_as_float(high[i] << 16), right - __uint_as_float(high[i] & 0xffff0000u));
+  }
+}
+
 // Starts sum += left tile^T; kStarts: from zero.
 template <bool kStarts, int kSteps>
 __device__ __forceinline__ void start_rows(TokenSums& sum, const uint32_t (&left)[kSteps][4], uint64_t right) {

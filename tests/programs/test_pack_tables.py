@@ -79,9 +79,7 @@ def test_a_documents_cut_depends_on_its_own_length_only():
     assert own_segments((300,), 0) == own_segments((1, 300, 5000), 1) == own_segments((700, 0, 300), 2)
 
 
-BAD = {
-    "chunks": ({"max_chunks": 3}, "the pack has 4 chunks and 3 segments; the tables have rows for 3 and 3"),
-    "segments": ({"max_segments": 2}, "the tables have rows for 4 and 2"),
+BAD_ADDRESSES_AND_SIZES = {
     "segment length": ({"segment_tokens": 100}, "segment_tokens is 100; use a multiple of 64"),
     "negative segment": ({"segment_tokens": -64}, "segment_tokens is -64"),
     "documents": ({"num_documents": -1}, "num_documents is -1"),
@@ -89,6 +87,10 @@ BAD = {
     "no offsets": ({"summary_offsets": None}, "summary_offsets is null"),
     "no table": ({"chunk_table": None}, "chunk_table is null"),
     "no segments": ({"segment_table": None}, "segment_table is null"),
+}
+BAD = BAD_ADDRESSES_AND_SIZES | {
+    "chunks": ({"max_chunks": 3}, "the pack has 4 chunks and 3 segments; the tables have rows for 3 and 3"),
+    "segments": ({"max_segments": 2}, "the tables have rows for 4 and 2"),
     "not from 0": ({"cu_seqlens": torch.tensor([1, 201, 211])}, "cu_seqlens starts at 1"),
     "decreasing": ({"cu_seqlens": torch.tensor([0, 200, 199])}, "decreases from 200 to 199 at document 1"),
     "past int32": ({"cu_seqlens": torch.tensor([0, 200, 2**31])}, "2147483648 tokens"),

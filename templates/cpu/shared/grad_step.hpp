@@ -2,8 +2,8 @@
 //
 //     dv' = Aqk^T do + kg dS          z = Tinv^T dv'          dS <- diag(e^G_last) dS + qg^T do - ke^T (beta z)
 //
-// The reverse scan and the summary D of a segment both run this code. z is rounded as its tile is before it is used.
-// Included after state_step.hpp, whose decay_state() and load_decay_total() it uses.
+// The reverse scan and the summary D of a segment both run this code. Included after state_step.hpp, for decay_state()
+// and load_decay_total().
 
 namespace {
 
@@ -33,7 +33,6 @@ inline void solve_value_gradients(GradStep& step, const Row* dS, int rows) {
   multiply<Update::kSet, Terms::kFromRow>(step.x, rows, {step.Aqk[0], 1, kChunk}, step.do_, rows);
   multiply<Update::kAdd>(step.x, rows, rows_of(step.kg), dS, kHeadDim);
   multiply<Update::kSet, Terms::kFromRow>(step.z, rows, {step.Tinv[0], 1, kChunk}, step.x, rows);
-  round_to_tile(step.z, rows);
 }
 
 inline void retreat_state_gradient(GradStep& step, Row* dS, int rows) {

@@ -3,7 +3,7 @@
 //     x = v - ke S          v' = Tinv (beta x)          S <- diag(e^G_last) S + kg^T v'
 //
 // The scan, the replay of its states and the summary B of a segment all run this code: from the same state they get the
-// same bits. v' is rounded as its tile is before it is used. Included after tiles.hpp.
+// same bits. v' is used as its tile holds it. Included after tiles.hpp.
 
 namespace {
 
@@ -14,6 +14,7 @@ struct alignas(64) StateStep {
   float beta[kChunk];
   Row x[kChunk];  // v, then beta (v - ke S)
   Row v_new[kChunk];
+  Row rest[kChunk];  // of v', beside its rounded part
 };
 
 // decay_total [HB, chunks, K] is fp32, whatever the tiles are.
@@ -42,7 +43,7 @@ inline void solve_values(StateStep& step, const Row* S, int rows) {
     for (int n = 0; n < kHeadDim; ++n) step.x[i][n] *= step.beta[i];
   }
   multiply<Update::kSet, Terms::kUpToRow>(step.v_new, rows, {step.Tinv[0], kChunk, 1}, step.x, rows);
-  round_to_tile(step.v_new, rows);
+  round_to_value_tile(step.v_new, rows, step.rest);
 }
 
 // S <- diag(e^G_last) S, for the state and, backwards, for its gradient.

@@ -6,6 +6,7 @@
 // transforms and tables.hpp.
 #include <algorithm>
 #include <initializer_list>
+#include <type_traits>
 
 {% include "host/head_block.hpp" %}
 
@@ -97,13 +98,89 @@ void store_tile(void* tiles, int64_t index, const float* scratch, int rows) {
   std::fill_n(padding, int64_t{kRows - rows} * kColumns, typename TileElement::Storage{});
 }
 
-// [HB, chunks, 64, kHeadDim]: ke, qg, kg, v', z.
+// [HB, chunks, 64, kHeadDim]: ke, qg, kg.
 [[maybe_unused]] inline void load_token_tile(Row* tile, const void* tiles, const Place& at) {
   load_tile<kChunk, kHeadDim, kPitch>(tile[0], tiles, at.tile, at.rows);
 }
 
 [[maybe_unused]] inline void store_token_tile(void* tiles, const Place& at, const Row* tile) {
   store_tile<kChunk, kHeadDim, kPitch>(tiles, at.tile, tile[0], at.rows);
+}
+
+// Tiles of bf16 hold v' and z in two parts, so that no more than 2^-16 of a number is lost. Behind the 64 rows of
+// rounded numbers, a tile of v' has 64 of what that took from them: [HB, chunks, 128, kHeadDim]. A tile of z has bytes
+// there, [64, kHeadDim]: by how much z's bits, as an integer, are above those of the rounded z, in units of 0x100 and
+// from -0x8000 on: [HB, chunks, 96, kHeadDim]. Tiles of fp32 are [HB, chunks, 64, kHeadDim].
+constexpr bool kHasParts = std::is_same_v<TileElement, Bf16>;
+constexpr int64_t kPartBytes = int64_t{kChunk} * kHeadDim * sizeof(TileElement::Storage);
+constexpr int64_t kValueTileBytes = kHasParts ? 2 * kPartBytes : kPartBytes;
+constexpr int64_t kGradientTileBytes = kHasParts ? 3 * kPartBytes / 2 : kPartBytes;
+
+// Where the parts of a tile begin; there is a second one only with kHasParts.
+[[maybe_unused]] inline char* part_of_tile(const void* tiles, const Place& at, int64_t tile_bytes, int part) {
+  return static_cast<char*>(const_cast<void*>(tiles)) + at.tile * tile_bytes + part * kPartBytes;
+}
+
+// What the second part of a tile of v' takes.
+[[maybe_unused]] inline void keep_rest(Row* rest, const Row* rows, int count) {
+  for (int i = 0; i < count; ++i) {
+    for (int d = 0; d < kHeadDim; ++d) rest[i][d] = rows[i][d] - round_to_tile(rows[i][d]);
+  }
+}
+
+// v' is used as its tile holds it, as the sum of both parts. `rest` is scratch.
+[[maybe_unused]] inline void round_to_value_tile(Row* rows, int count, Row* rest) {
+  if constexpr (kHasParts) {
+    keep_rest(rest, rows, count);
+    for (int i = 0; i < count; ++i) {
+      for (int d = 0; d < kHeadDim; ++d) rows[i][d] = round_to_tile(rows[i][d]) + round_to_tile(rest[i][d]);
+    }
+  }
+}
+
+[[maybe_unused]] inline void store_value_tile(void* tiles, const Place& at, const Row* rows, Row* rest) {
+  store_tile<kChunk, kHeadDim, kPitch>(part_of_tile(tiles, at, kValueTileBytes, 0), 0, rows[0], at.rows);
+  if constexpr (kHasParts) {
+    keep_rest(rest, rows, at.rows);
+    store_tile<kChunk, kHeadDim, kPitch>(part_of_tile(tiles, at, kValueTileBytes, 1), 0, rest[0], at.rows);
+  }
+}
+
+// The sum of both parts, and the first one.
+[[maybe_unused]] inline void load_value_tile(Row* whole, Row* rounded, const void* tiles, const Place& at) {
+  load_tile<kChunk, kHeadDim, kPitch>(rounded[0], part_of_tile(tiles, at, kValueTileBytes, 0), 0, at.rows);
+  if constexpr (kHasParts) {
+    load_tile<kChunk, kHeadDim, kPitch>(whole[0], part_of_tile(tiles, at, kValueTileBytes, 1), 0, at.rows);
+  }
+  for (int i = 0; i < at.rows; ++i) {
+    for (int d = 0; d < kHeadDim; ++d) whole[i][d] = kHasParts ? rounded[i][d] + whole[i][d] : rounded[i][d];
+  }
+}
+
+[[maybe_unused]] inline void store_gradient_tile(void* tiles, const Place& at, const Row* rows) {
+  store_tile<kChunk, kHeadDim, kPitch>(part_of_tile(tiles, at, kGradientTileBytes, 0), 0, rows[0], at.rows);
+  if constexpr (kHasParts) {
+    auto* bytes = reinterpret_cast<uint8_t*>(part_of_tile(tiles, at, kGradientTileBytes, 1));
+    for (int i = 0; i < kChunk; ++i) {
+      for (int d = 0; d < kHeadDim; ++d) {
+        const float z = i < at.rows ? rows[i][d] : 0.0f;
+        const uint32_t above = bits_of_float(z) - bits_of_float(round_to_tile(z)) + 0x8080u;
+        bytes[i * kHeadDim + d] = static_cast<uint8_t>(std::min(above, 0xffffu) >> 8);
+      }
+    }
+  }
+}
+
+// z but for its last eight bits, and as it was rounded.
+[[maybe_unused]] inline void load_gradient_tile(Row* whole, Row* rounded, const void* tiles, const Place& at) {
+  load_tile<kChunk, kHeadDim, kPitch>(rounded[0], part_of_tile(tiles, at, kGradientTileBytes, 0), 0, at.rows);
+  const auto* bytes = reinterpret_cast<const uint8_t*>(part_of_tile(tiles, at, kGradientTileBytes, 1));
+  for (int i = 0; i < at.rows; ++i) {
+    for (int d = 0; d < kHeadDim; ++d) {
+      whole[i][d] = kHasParts ? float_of_bits(bits_of_float(rounded[i][d]) + (bytes[i * kHeadDim + d] << 8) - 0x8000u)
+                              : rounded[i][d];
+    }
+  }
 }
 
 // [HB, chunks, 64, 64]: Aqk, Tinv.

@@ -57,9 +57,9 @@ inline float beta_of(int form, float raw) {
   return form == kBetaSigmoid ? sigmoid(raw) : 2.0f * sigmoid(raw);
 }
 
-[[maybe_unused]] inline float beta_slope(int form, float raw) {
-  if (form == kBetaReady) return 1.0f;
-  return form == kBetaSigmoid ? sigmoid_slope(raw) : 2.0f * sigmoid_slope(raw);
+// The slope of beta relative to beta. Of a sigmoid that is no quotient.
+[[maybe_unused]] inline float relative_beta_slope(int form, float raw) {
+  return form == kBetaReady ? 1.0f / raw : sigmoid(-raw);
 }
 
 // Divides the row by its norm; returns the factor it was multiplied with.
