@@ -64,9 +64,9 @@ class _Backward:
         pipeline, context = self.call.pipeline, self.context
         return {
             "h": pipeline.states(block) if self.replays else context.block("h", block),
-            "v_new": pipeline.rows(block) if self.replays else context.block("v_new", block),
+            "v_new": pipeline.values(block) if self.replays else context.block("v_new", block),
             "dS": pipeline.states(block),
-            "z": pipeline.rows(block),
+            "z": pipeline.gradients(block),
         }
 
     def _scan(self, block, tiles: Tiles, tensors, phase: PhaseTables, end, start, checkpoints=None) -> None:
@@ -129,5 +129,5 @@ def parallel_backward(
     """Return the gradients; do of the rank's tokens, of any strides, dfinal_state ``[N, HV, K, V]`` contiguous."""
     backward = _Backward(call, context, do, dfinal_state)
     replays = int(backward.replays)
-    call.run(backward.steps, states=1 + replays, values=1 + replays)
+    call.run(backward.steps, states=1 + replays, values=1 + replays, kept_squares=2 - replays)
     return backward.finish(dfinal_state)

@@ -15,7 +15,11 @@ class Exchange(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """Return when the receives are filled; raises CommunicationError if a peer fails or is late."""
+        """Return when what is launched from now on finds the receives filled.
+
+        Raises CommunicationError if a peer fails or is late; where a device's stream waits and not the host, the next
+        exchanges or ``Channel.settle`` do.
+        """
 
 
 class Channel(ABC):
@@ -49,6 +53,9 @@ class Channel(ABC):
         if disagreement is not None:
             raise PlanMismatchError(f"{topic}: {disagreement}; give all ranks the same")
         return number
+
+    def settle(self) -> None:  # noqa: B027 - most channels have nothing to wait for
+        """Let the host wait for all exchanges that have been waited for; raises CommunicationError as they do."""
 
     @abstractmethod
     def prepare(self, device: torch.device) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 import zlib
+from collections import deque
 from datetime import timedelta
 from weakref import WeakKeyDictionary
 
@@ -16,6 +17,9 @@ from .agreement import find_disagreement
 from .channel import Channel, Exchange
 
 SHORTEST_WAIT = timedelta(milliseconds=1)
+MOST_AHEAD = 2
+"""Exchanges of a stream that the host may be ahead of: enough to launch what follows, and no more to be late by."""
+POLL_SECONDS = 5e-5
 
 _devices_met: WeakKeyDictionary[dist.ProcessGroup, set[torch.device]] = WeakKeyDictionary()
 
@@ -26,7 +30,11 @@ def tag_of(label: str, tensor: torch.Tensor) -> int:
 
 
 class TorchChannel(Channel):
-    """A rank of a process group; an exchange that takes longer than ``timeout`` seconds fails on every rank in it."""
+    """A rank of a process group; an exchange that takes longer than ``timeout`` seconds fails on every rank in it.
+
+    Over gloo the host waits for an exchange. Over NCCL its stream does, and the host goes on; a late peer is then found
+    when the host is ``MOST_AHEAD`` exchanges ahead, or in ``settle``.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: float) -> None:
         if not dist.is_available() or not dist.is_initialized():
@@ -45,6 +53,9 @@ class TorchChannel(Channel):
         self.timeout = timeout
         self._peers = [dist.get_global_rank(group, rank) for rank in range(self.world_size)]
         self._store = dist.distributed_c10d._get_process_group_store(group)
+        self._is_nccl = False
+        self._nothing = torch.empty(0, dtype=torch.uint8)
+        self._ahead: deque[tuple[str, torch.device, torch.cuda.Event]] = deque()
 
     def backend_of(self, device: torch.device) -> str:
         """Return the backend that carries tensors of a device: gloo, nccl. Raises if the group has none for it."""
@@ -58,19 +69,61 @@ class TorchChannel(Channel):
         return backends[device.type]
 
     def prepare(self, device: torch.device) -> None:
-        """See Channel. The first exchange of an NCCL group must be one of all its ranks; its contexts share it."""
+        """See Channel. NCCL connects at the first use of a group's device, which all its contexts share."""
         met = _devices_met.setdefault(self.group, set())
-        if self.backend_of(device) == "nccl" and device not in met:
+        self._nothing = torch.empty(0, dtype=torch.uint8, device=device)
+        self._is_nccl = self.backend_of(device) == "nccl"
+        if self._is_nccl and device not in met:
             work = dist.all_reduce(torch.zeros(1, device=device), group=self.group, async_op=True)
-            _TorchExchange(self, "first use of a device", [work], {}, ()).wait()
+            _StreamExchange(self, "first use of a device", work, device, ()).wait()
+            self.settle()
         met.add(device)
 
+    def settle(self) -> None:
+        """See Channel."""
+        while self._ahead:
+            self._settle_first()
+
+    def follow(self, label: str, device: torch.device, event: torch.cuda.Event) -> None:
+        """Remember that a device is past an exchange when an event is; waits for those too far back."""
+        self._ahead.append((label, device, event))
+        while len(self._ahead) > MOST_AHEAD:
+            self._settle_first()
+
+    def _settle_first(self) -> None:
+        label, device, event = self._ahead.popleft()
+        deadline = time.monotonic() + self.timeout
+        while not event.query():
+            if time.monotonic() > deadline:
+                self._ahead.clear()
+                # Its kernels would spin for ever, and whoever waits for the device with them.
+                self.group._get_backend(device).abort()
+                raise self._failure(label, TimeoutError("the device has not come past it"))
+            time.sleep(POLL_SECONDS)
+
     def _start(self, sends, receives, label) -> Exchange:
+        try:
+            return (self._start_on_stream if self._is_nccl else self._start_on_host)(sends, receives, label)
+        except RuntimeError as error:
+            raise self._failure(label, error) from error
+
+    def _start_on_stream(self, sends, receives, label) -> Exchange:
+        """One collective of all ranks, with messages or without: it costs the host the same for any number of peers."""
+
+        def by_rank(messages: dict[int, torch.Tensor]) -> list[torch.Tensor]:
+            tensors = (messages.get(rank) for rank in range(self.world_size))
+            return [self._nothing if tensor is None else tensor.view(torch.uint8) for tensor in tensors]
+
+        given, taken = by_rank(sends), by_rank(receives)
+        work = dist.all_to_all(taken, given, group=self.group, async_op=True)
+        return _StreamExchange(self, label, work, self._nothing.device, (given, taken))
+
+    def _start_on_host(self, sends, receives, label) -> Exchange:
         tensors = [*sends.values(), *receives.values()]
         if not tensors:
-            return _TorchExchange(self, label, [], {}, ())
+            return _HostExchange(self, label, [], {}, ())
         device = tensors[0].device
-        staged = device.type == "cuda" and self.backend_of(device) == "gloo"
+        staged = device.type == "cuda"
         own = {peer: _pinned_like(tensor) for peer, tensor in receives.items()} if staged else receives
         if staged:
             sends = _copies_on_host(sends, device)
@@ -79,12 +132,9 @@ class TorchChannel(Channel):
             for function, messages in ((dist.irecv, own), (dist.isend, sends))
             for peer, tensor in sorted(messages.items())
         ]
-        try:
-            works = dist.batch_isend_irecv(operations)
-        except RuntimeError as error:
-            raise self._failure(label, error) from error
+        works = dist.batch_isend_irecv(operations)
         arrived = {peer: (own[peer], tensor) for peer, tensor in receives.items()} if staged else {}
-        return _TorchExchange(self, label, works, arrived, (sends, own))
+        return _HostExchange(self, label, works, arrived, (sends, own))
 
     def _failure(self, label: str, error: Exception) -> CommunicationError:
         reason = str(error).strip().partition("\n")[0]
@@ -153,7 +203,7 @@ def _copies_on_host(tensors: dict[int, torch.Tensor], device: torch.device) -> d
     return copies
 
 
-class _TorchExchange(Exchange):
+class _HostExchange(Exchange):
     """Works under way; ``arrived`` maps peers to (host tensor, its place on the device) where tensors are staged."""
 
     def __init__(self, channel: TorchChannel, label: str, works: list, arrived: dict, alive: tuple) -> None:
@@ -163,9 +213,22 @@ class _TorchExchange(Exchange):
         deadline = time.monotonic() + self._channel.timeout
         try:
             for work in self._works:
-                # With a limit of its own an NCCL work blocks the host too: a late peer is an error here, not a hang.
                 work.wait(max(timedelta(seconds=deadline - time.monotonic()), SHORTEST_WAIT))
         except RuntimeError as error:
             raise self._channel._failure(self._label, error) from error
         for host, place in self._arrived.values():
             place.copy_(host, non_blocking=True)
+
+
+class _StreamExchange(Exchange):
+    """A work that the device's stream waits for, and not the host."""
+
+    def __init__(self, channel: TorchChannel, label: str, work: dist.Work, device: torch.device, alive: tuple) -> None:
+        self._channel, self._label, self._work, self._device, self._alive = channel, label, work, device, alive
+
+    def wait(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise self._channel._failure(self._label, error) from error
+        self._channel.follow(self._label, self._device, torch.cuda.current_stream(self._device).record_event())

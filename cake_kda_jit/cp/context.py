@@ -13,6 +13,7 @@ import torch
 
 from ..errors import CakeKdaError, PlanMismatchError, UnsupportedProblemError
 from ..ops.checks import DTYPE_NAMES
+from ..ops.operators import untraced
 from ..ops.parallel import ParallelContext
 from ..ops.plan import PlanHeads
 from .agreement import ERROR, shown
@@ -23,7 +24,7 @@ from .partition import Partition
 from .plan import ParallelPlan
 from .spans import Role
 from .tables import LocalTables, make_tables
-from .virtual import VirtualChannel, VirtualGroup
+from .virtual import VirtualGroup
 
 TIMEOUT = 60.0
 """Seconds that an exchange may take by default."""
@@ -85,7 +86,12 @@ class KcpContext(ParallelContext):
         self._channel = channel
         self._problem: tuple | None = None
         self._exchange: str | None = None
-        self._prepared: set[torch.device] = set()
+        self._prepared: torch.device | None = None
+        self._fixed: tuple[tuple, torch.device] | None = None
+        self._sizes = (0, 0, 0)
+        # Plain numbers, made now: torch.compile must not look into how they are counted.
+        self.num_local_tokens = 0 if channel is None else partition.num_local_tokens(channel.rank)
+        self.num_entered = 0
         self._num_operations = 0
         self._cache: dict[tuple, Any] = {}
         self.handle = next(_numbers)
@@ -97,7 +103,7 @@ class KcpContext(ParallelContext):
         for rank in range(self.group.world_size):
             one = object.__new__(KcpContext)
             one.group, one.timeout = self.group, self.timeout
-            one._open(self.partition, self.options, self.parallel_plan, VirtualChannel(self.group, rank))
+            one._open(self.partition, self.options, self.parallel_plan, self.group.channel(rank))
             one._name = f"context {self.handle}"
             made.append(one)
         return made
@@ -159,16 +165,6 @@ class KcpContext(ParallelContext):
 
     # ---- what calls need ----
 
-    @cached_property
-    def num_local_tokens(self) -> int:
-        """The tokens that this rank holds."""
-        return self.partition.num_local_tokens(self.rank)
-
-    @cached_property
-    def num_entered(self) -> int:
-        """The spans of this rank that are not their document's first."""
-        return len(self.parallel_plan.numbers_of(self.rank, Role.MIDDLE, Role.LAST))
-
     def check_tokens(self, name: str, tensor: torch.Tensor) -> None:
         """See ParallelContext."""
         if tensor.shape[1] != self.num_local_tokens:
@@ -178,13 +174,18 @@ class KcpContext(ParallelContext):
             )
 
     def attention(self, tensors, transforms, *, output_final_state, keep):
-        """See ParallelContext."""
+        """See ParallelContext. What a compiled graph takes from here are numbers, which may differ in its next call."""
         from .library import OPERATORS
 
         q, v = tensors[0], tensors[2]
-        self._fix_problem(q, v)
+        problem = (DTYPE_NAMES[q.dtype], q.shape[2], v.shape[2], v.shape[3], q.device.type)
+        if self._fixed != (problem, q.device):
+            self._fix_problem(problem, q.device)
+        self.prepare(q.device)
+        options = (self.options.backward, self.options.checkpoint_tokens)
+        sizes = (self.handle, self.num_documents, *self._sizes)
         o, final_state, *_ = OPERATORS.kcp_chunk_kda_forward(
-            *tensors, self.handle, *transforms, output_final_state, keep
+            *tensors, *sizes, *transforms, *options, output_final_state, keep
         )
         return o, final_state
 
@@ -193,29 +194,37 @@ class KcpContext(ParallelContext):
         from .library import OPERATORS
 
         self.prepare(tensors[0].device)
-        y, final_state, *_ = OPERATORS.kcp_causal_conv1d_forward(*tensors, self.handle, use_silu, output_final_state)
+        sizes = (self.handle, self.num_documents, self.num_entered)
+        y, final_state, *_ = OPERATORS.kcp_causal_conv1d_forward(*tensors, *sizes, use_silu, output_final_state)
         return y, final_state
 
-    def _fix_problem(self, q: torch.Tensor, v: torch.Tensor) -> None:
-        problem = (DTYPE_NAMES[q.dtype], q.shape[2], v.shape[2], v.shape[3], q.device.type)
+    @untraced
+    def _fix_problem(self, problem: tuple, device: torch.device) -> None:
+        """Let all ranks agree on the first call's problem, and make a device's tables; refuses another problem."""
         if self._problem is None:
             names = ("dtype", "H", "HV", "K", "device type")
             self.channel.agree("first call of chunk_kda", {n: shown(value) for n, value in zip(names, problem)})
-            self._exchange = self.parallel_plan.choose(self.options.exchange, v.shape[2], v.shape[3])
+            self._exchange = self.parallel_plan.choose(self.options.exchange, problem[2], problem[3])
             self._problem = problem
         if problem != self._problem:
             raise PlanMismatchError(
                 f"this call has (dtype, H, HV, K, device) = {problem}; the context's first call had {self._problem}: "
                 "make a context of its own for it"
             )
-        self.prepare(q.device)
-        self.tables(q.device)
+        tables = self.tables(device)
+        self._sizes = (tables.chunk_table.shape[0], tables.all.segment_table.shape[0], tables.num_summaries)
+        self._fixed = (problem, device)
 
     def prepare(self, device: torch.device) -> None:
         """Make a device's tensors ready to be exchanged; collective at a device's first use."""
-        if device not in self._prepared:
-            self.channel.prepare(device)
-            self._prepared.add(device)
+        if self._prepared != device:
+            self._prepare(device)
+
+    @untraced
+    def _prepare(self, device: torch.device) -> None:
+        self.channel.prepare(device)
+        self.num_entered = len(self.parallel_plan.numbers_of(self.rank, Role.MIDDLE, Role.LAST))
+        self._prepared = device
 
     @property
     def exchange(self) -> str:

@@ -57,12 +57,14 @@ class HaloTables(NamedTuple):
 
     ``entered`` are the spans with a halo. Forward, message rows ``token_rows`` are the local tokens ``tokens``, and
     ``state_rows`` are ``(documents, slots)`` of the initial states; received row i fills slot ``filled[i]`` of the
-    entered spans. Backward the same messages go the other way, and are added to tokens and states sum by sum.
+    entered spans. ``shares``: some document is on several ranks. Backward the same messages go the other way, and are
+    added to tokens and states sum by sum.
     ``head_*`` are the first W - 1 tokens of each entered span, as a pack; of the last spans that are shorter,
     ``short_entered`` are the numbers in it and ``short_documents`` the documents.
     """
 
     cu_seqlens: torch.Tensor
+    shares: bool
     entered: torch.Tensor
     sent: Layout
     token_rows: torch.Tensor
@@ -106,28 +108,27 @@ def _make_tables(ctx: KcpContext, plan: HaloPlan, width: int, device: torch.devi
     first = [n for n, span in enumerate(spans) if span.role in (Role.FIRST, Role.WHOLE)]
     last = [n for n, span in enumerate(spans) if span.role in (Role.LAST, Role.WHOLE)]
     sources = [source for peer in sorted(plan.sends) for source in plan.sends[peer]]
-    tokens = [(row, source) for row, source in enumerate(sources) if not source.is_state]
-    states = [(row, source) for row, source in enumerate(sources) if source.is_state]
+    tokens = [(row, source[1:]) for row, source in enumerate(sources) if source[2] >= 0]
+    states = [(row, source[1:]) for row, source in enumerate(sources) if source[2] < 0]
 
     def sums(some) -> tuple[Sum, ...]:
-        layers = sorted({source.layer for _, source in some})
-        parts = ([(row, source) for row, source in some if source.layer == layer] for layer in layers)
-        return tuple(
-            Sum(tensor(row for row, _ in part), tensor(source.span * reach + source.slot for _, source in part))
-            for part in parts
-        )
+        layers: dict[int, list[tuple[int, int]]] = {}
+        for row, (span, _, slot, layer) in some:
+            layers.setdefault(layer, []).append((row, span * reach + slot))
+        return tuple(Sum(*map(tensor, zip(*layers[layer]))) for layer in sorted(layers))
 
     return HaloTables(
         cu_seqlens=tensor(accumulate((span.num_tokens for span in spans), initial=0)),
+        shares=ctx.parallel_plan.needs_exchange,
         entered=tensor(entered),
         sent=Layout({peer: len(some) for peer, some in plan.sends.items()}),
         token_rows=tensor(row for row, _ in tokens),
-        tokens=tensor(source.token for _, source in tokens),
+        tokens=tensor(token for _, (_, token, *_) in tokens),
         state_rows=tensor(row for row, _ in states),
-        state_slots=(tensor(source.span for _, source in states), tensor(source.slot for _, source in states)),
+        state_slots=(tensor(span for _, (span, *_) in states), tensor(slot for _, (_, _, slot, _) in states)),
         received=Layout({peer: len(slots) for peer, slots in plan.receives.items()}),
         filled=tensor(
-            place[one.span] * reach + one.slot for peer in sorted(plan.receives) for one in plan.receives[peer]
+            place[span] * reach + slot for peer in sorted(plan.receives) for _, span, slot in plan.receives[peer]
         ),
         to_tokens=sums(tokens),
         to_states=sums(states),
@@ -163,22 +164,29 @@ def _inputs(tables: HaloTables, tensors: ConvTensors, halo: torch.Tensor, use_si
     return ConvInputs(tensors.x, tensors.weight, tensors.bias, state, tables.cu_seqlens, False, use_silu)
 
 
+def _exchange_halo(ctx: KcpContext, tables: HaloTables, tensors: ConvTensors) -> torch.Tensor:
+    """Give others the ends of spans and take those before one's own: rows ``[entered (W - 1), D]``, fp32."""
+    halo = tensors.rows(tables.entered.shape[0] * tensors.reach)
+    label = ctx.next_label(_what("conv forward", tensors))
+    if not tables.shares:
+        return halo
+    rows = tensors.x.index_select(0, tables.tokens).float()
+    if tables.state_rows.shape[0]:
+        documents, slots = tables.state_slots
+        states = tensors.initial_state[documents, :, slots].float()
+        rows = rows.new_empty((tables.sent.end, rows.shape[1])).index_copy_(0, tables.token_rows, rows)
+        rows.index_copy_(0, tables.state_rows, states)
+    arrived = rows.new_empty((tables.received.end, rows.shape[1]))
+    exchange(ctx.channel, tables.sent.views(rows), tables.received.views(arrived), label).wait()
+    return halo.index_copy_(0, tables.filled, arrived)
+
+
 def parallel_conv_forward(
     ctx: KcpContext, tensors: ConvTensors, use_silu: bool, output_final_state: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """Return y ``[T, D]``, the final states of the documents that end here, and the halos for the backward."""
     tables = get_tables(ctx, tensors)
-    rows = tensors.rows(tables.sent.end)
-    rows[tables.token_rows] = tensors.x[tables.tokens].float()
-    if tensors.initial_state is not None:
-        documents, slots = tables.state_slots
-        rows[tables.state_rows] = tensors.initial_state[documents, :, slots].float()
-    arrived = tensors.rows(tables.received.end)
-    label = ctx.next_label(_what("conv forward", tensors))
-    exchange(ctx.channel, tables.sent.views(rows), tables.received.views(arrived), label).wait()
-    halo = tensors.rows(tables.entered.shape[0] * tensors.reach)
-    halo[tables.filled] = arrived
-    halo = _states_of(halo, tensors.reach)
+    halo = _states_of(_exchange_halo(ctx, tables, tensors), tensors.reach)
     y, final = conv_forward(_inputs(tables, tensors, halo, use_silu), output_final_state=output_final_state)
     if not output_final_state:
         return y, None, halo
@@ -198,10 +206,12 @@ def parallel_conv_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Return dx, dweight, dbias and dinitial_state, None where the input is absent."""
     tables = get_tables(ctx, tensors)
-    rows = _rows_of(_halo_gradient(tables, dy, dfinal_state, halo, tensors, use_silu))[tables.filled]
-    arrived = tensors.rows(tables.sent.end)
     label = ctx.next_label(_what("conv backward", tensors))
-    exchange(ctx.channel, tables.received.views(rows), tables.sent.views(arrived), label).wait()
+    arrived = dy.new_empty((tables.sent.end, dy.shape[1]), dtype=torch.float32)
+    if tables.shares:
+        rows = _rows_of(_halo_gradient(tables, dy, dfinal_state, halo, tensors, use_silu))
+        rows = rows.index_select(0, tables.filled)
+        exchange(ctx.channel, tables.received.views(rows), tables.sent.views(arrived), label).wait()
 
     end = tensors.rows((tables.cu_seqlens.shape[0] - 1) * tensors.reach)
     _add(end, arrived, tables.to_tokens)

@@ -88,5 +88,5 @@ def parallel_forward(
 ) -> tuple[torch.Tensor, torch.Tensor | None, Context]:
     """Return o of the rank's tokens, the final states of the documents that end here, and what the backward needs."""
     forward = _Forward(call, output_final_state, keep)
-    call.run(forward.steps, states=0, values=0)
+    call.run(forward.steps, states=0, values=0, kept_squares=0)
     return forward.o, forward.final_state() if output_final_state else None, forward.context

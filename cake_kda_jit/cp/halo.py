@@ -9,35 +9,25 @@ way: gradients of the slots go to the holders of the tokens.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from .spans import Span, Spans
 
+Slot = tuple[int, int, int]
+"""``(order, span, slot)``: a halo's slot that a rank fills, 0 to W - 2, of its own span, counted from 0.
 
-class Slot(NamedTuple):
-    """A halo's slot that a rank fills: the span ``span`` of its own, counted from 0, and slot 0 to W - 2."""
+``order`` counts the slots of all halos along the pack, so that both sides have the same. Plain tuples, because a pack
+of many documents has a great many of them and the garbage collector passes those over.
+"""
 
-    span: int
-    slot: int
+Source = tuple[int, int, int, int, int]
+"""``(order, span, token, slot, layer)``: what fills the slot of this order.
 
-
-class Source(NamedTuple):
-    """What fills a slot: a token of a span, as ``slot`` of its last W - 1, or a ``slot`` of the initial state.
-
-    ``span`` is the holder's own span, counted from 0, and ``token`` its local token; of a state ``token`` is -1 and
-    ``span`` the document's number. ``layer`` counts the sources of the same token or slot: contributions to its
-    gradient are added in the order of the layers, which is that of the spans they come from.
-    """
-
-    span: int
-    token: int
-    slot: int
-    layer: int
-
-    @property
-    def is_state(self) -> bool:
-        """Whether it is a slot of an initial state."""
-        return self.token < 0
+It is the holder's local ``token``, of its ``span``, as ``slot`` of that span's last W - 1; or, where ``token`` is -1, a
+``slot`` of the initial state of document ``span``. ``layer`` counts the sources of the same token or slot:
+contributions to its gradient are added in the order of the layers, which is that of the spans they come from.
+"""
 
 
 class HaloPlan(NamedTuple):
@@ -55,53 +45,57 @@ def halo_plan(spans: Spans, rank: int, width: int, with_state: bool) -> HaloPlan
 def _receives(spans: Spans, rank: int, reach: int, with_state: bool) -> dict[int, list[Slot]]:
     partition = spans.partition
     cu, starts, ranks = partition.cu_seqlens, partition.starts, partition.ranks
-    found: dict[int, list[tuple[int, int, Slot]]] = {}
+    found: dict[int, list[Slot]] = {}
     for number, span in enumerate(spans.of_rank(rank)):
-        first = cu[span.document]
-        if span.start == first:
+        first, start = cu[span.document], span.start
+        if start == first:
             continue
-        for slot in range(reach):
-            token = span.start - reach + slot
+        fragment = bisect_right(starts, start) - 1
+        for slot in reversed(range(reach)):
+            token = start - reach + slot
             if token < first and not with_state:
-                continue
-            holder = ranks[bisect_right(starts, max(token, first)) - 1]
-            found.setdefault(holder, []).append((span.start, slot, Slot(number, slot)))
-    return {holder: [slot for *_, slot in sorted(slots)] for holder, slots in found.items()}
+                break
+            while starts[fragment] > max(token, first):
+                fragment -= 1
+            found.setdefault(ranks[fragment], []).append((start * reach + slot, number, slot))
+    return {peer: sorted(some) for peer, some in found.items()}
 
 
 def _sends(spans: Spans, rank: int, reach: int, with_state: bool) -> dict[int, list[Source]]:
     cu = spans.partition.cu_seqlens
     local_starts = spans.local_starts(rank)
-    found: dict[int, list[tuple[int, int, Source]]] = {}
+    found: dict[int, list[Source]] = {}
     for number, span in enumerate(spans.of_rank(rank)):
+        document, begin, end = span[:3]
+        first, shift = cu[document], local_starts[number] - begin
         layers: dict[int, int] = {}
-        first = cu[span.document]
+        if with_state and begin == first:
+            begin = first - reach  # a state's slots stand where tokens before the document would
         for start, target in _spans_behind(spans, span, reach):
-            # A state's slots stand where tokens before the document would.
-            begin = first - reach if with_state and span.start == first else span.start
-            for token in range(max(begin, start - reach), span.end):
+            messages = found.setdefault(target, [])
+            # In the order of the target's slots, which are its tokens from start - reach on.
+            key = start * reach - (start - reach)
+            for token in range(max(begin, start - reach), end):
                 layer = layers[token] = layers.get(token, -1) + 1
                 if token < first:
-                    source = Source(span.document, -1, token - (first - reach), layer)
+                    messages.append((key + token, document, -1, token - (first - reach), layer))
                 else:
-                    source = Source(
-                        number, local_starts[number] + token - span.start, token - (span.end - reach), layer
-                    )
-                found.setdefault(target, []).append((start, token - (start - reach), source))
-    return {target: [source for *_, source in sorted(sources)] for target, sources in found.items()}
+                    messages.append((key + token, number, token + shift, token - (end - reach), layer))
+    return {peer: sorted(some) for peer, some in found.items()}
 
 
-def _spans_behind(spans: Spans, span: Span, reach: int) -> list[tuple[int, int]]:
+def _spans_behind(spans: Spans, span: Span, reach: int) -> Iterable[tuple[int, int]]:
     """The (first token, rank) of the later spans of a document whose halos may reach this one."""
-    partition = spans.partition
-    starts, last = partition.starts, span.position
-    end_fragment = spans.first_fragments[span.document + 1]
+    chain = span.chain
+    if chain < 0:
+        return
+    starts, ranks = spans.partition.starts, spans.chains[chain].ranks
+    positions, end_fragment = spans.patterns[span.document].positions, spans.first_fragments[span.document + 1]
+    first_fragment, last, limit = spans.first_fragments[span.document], span.position, span.end + reach
     number = bisect_right(starts, span.end - 1)
-    found = []
-    while number < end_fragment and starts[number] < span.end + reach:
-        _, position = spans.position_of(number)
+    while number < end_fragment and starts[number] < limit:
+        position = positions[number - first_fragment]
         if position != last:
-            found.append((starts[number], partition.ranks[number]))
+            yield starts[number], ranks[position]
             last = position
         number += 1
-    return found

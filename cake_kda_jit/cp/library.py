@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from ..ops.forward import CONTEXT_NAMES, Context, context_dtype, context_shapes
-from ..ops.inputs import joined
+from ..ops.inputs import Inputs, joined
 from ..ops.operators import NAMESPACE, define, differentiate, refuse_gradient
 from .backward import parallel_backward
 from .context import KcpContext, get_context
 from .conv import ConvTensors, parallel_conv_backward, parallel_conv_forward
 from .forward import parallel_forward
-from .passes import make_inputs, make_pass
+from .passes import make_pass
 from .whole import gather_tokens, scatter_sum
 
 OPERATORS = getattr(torch.ops, NAMESPACE)
@@ -19,10 +19,18 @@ OPERATORS = getattr(torch.ops, NAMESPACE)
 _TENSORS = (
     "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, Tensor? initial_state, "
 )
-_OPTIONS = "int context, float scale, float? lower_bound, bool use_qk_l2norm, str gate_form, str beta_form"
+# A context passes as its handle and the sizes that its operators' outputs have: a graph that was compiled with another
+# context of other sizes serves it too.
+_OPTIONS = (
+    "SymInt context, SymInt num_documents, SymInt num_chunks, SymInt num_segments, SymInt num_summaries, "
+    "float scale, float? lower_bound, bool use_qk_l2norm, str gate_form, str beta_form, "
+    "str backward, int checkpoint_tokens"
+)
 _NUM_TENSORS = 8
-_NUM_ARGUMENTS = 14  # tensors, handle and transforms
+_FIRST_TRANSFORM, _END_TRANSFORM = 13, 18
+_NUM_ARGUMENTS = 20  # tensors, sizes, transforms, backward and checkpoint_tokens
 _CONV_TENSORS = "Tensor x, Tensor weight, Tensor? bias, Tensor? initial_state, "
+_CONV_SIZES = "SymInt context, SymInt num_documents, SymInt num_entered"
 _NUM_CONV_TENSORS = 4
 _NO_SECOND_DERIVATIVE = "a second derivative is not supported: call without create_graph"
 
@@ -40,15 +48,19 @@ def _wanted(dfinal_state: torch.Tensor | None) -> torch.Tensor | None:
     return None if dfinal_state is None or dfinal_state.numel() == 0 else dfinal_state.contiguous()
 
 
+def _kept_alive(handle: int | torch.SymInt) -> KcpContext | None:
+    """What a graph of autograd must keep; a traced one has no context yet, and who calls it keeps its own."""
+    return get_context(handle) if isinstance(handle, int) else None
+
+
 # ---- attention -------------------------------------------------------------------------------------------------------
 
 
 def _split(arguments) -> tuple[KcpContext, tuple, tuple]:
     """Context, tensors and transforms of an operator's arguments."""
     q, k, v, g, beta, *others = arguments[:_NUM_TENSORS]
-    handle, *transforms = arguments[_NUM_TENSORS:_NUM_ARGUMENTS]
     tensors = (*(joined(tensor, 3) for tensor in (q, k, v, g)), joined(beta, 2), *others)
-    return get_context(handle), tensors, tuple(transforms)
+    return get_context(arguments[_NUM_TENSORS]), tensors, arguments[_FIRST_TRANSFORM:_END_TRANSFORM]
 
 
 def _forward(*arguments):
@@ -61,12 +73,15 @@ def _forward(*arguments):
 
 
 def _forward_fake(*arguments):
-    output_final_state, keep = arguments[_NUM_ARGUMENTS:]
-    ctx, tensors, _ = _split(arguments)
-    inputs = make_inputs(ctx.tables(tensors[1].device), tensors)
-    shapes = context_shapes(inputs, ctx.options.backward if keep else None, ctx.options.checkpoint_tokens)
+    q, k, v, g, beta, *others = arguments[:_NUM_TENSORS]
+    num_documents, num_chunks, num_segments, num_summaries = arguments[_NUM_TENSORS + 1 : _FIRST_TRANSFORM]
+    backward, checkpoint_tokens, output_final_state, keep = arguments[_END_TRANSFORM:]
+    chunk_table, segment_table = (q.new_empty((size, 4), dtype=torch.int32) for size in (num_chunks, num_segments))
+    joined_ = (*(joined(tensor, 3) for tensor in (q, k, v, g)), joined(beta, 2))
+    inputs = Inputs(*joined_, *others, chunk_table, segment_table, chunk_table, num_summaries, False)
+    shapes = context_shapes(inputs, backward if keep else None, checkpoint_tokens)
     o = inputs.v.new_empty(inputs.v.shape)
-    state = (ctx.num_documents, inputs.num_value_heads, inputs.head_dim, inputs.head_dim)
+    state = (num_documents, inputs.num_value_heads, inputs.head_dim, inputs.head_dim)
     kept = (o.new_empty(shapes.get(name, (0,)), dtype=context_dtype(name, shapes, o.device)) for name in CONTEXT_NAMES)
     return o, o.new_empty(state if output_final_state else (0,), dtype=torch.float32), *kept
 
@@ -101,7 +116,7 @@ define(
 def _setup(ctx, inputs, output):
     ctx.set_materialize_grads(False)
     ctx.options = inputs[_NUM_TENSORS:_NUM_ARGUMENTS]
-    ctx.alive = get_context(ctx.options[0])
+    ctx.alive = _kept_alive(ctx.options[0])
     ctx.save_for_backward(*inputs[:_NUM_TENSORS], *(tensor if tensor.numel() else None for tensor in output[2:]))
 
 
@@ -123,22 +138,24 @@ refuse_gradient("kcp_chunk_kda_backward", _NO_SECOND_DERIVATIVE)
 # ---- convolution -----------------------------------------------------------------------------------------------------
 
 
-def _conv_forward(x, weight, bias, initial_state, handle, use_silu, output_final_state):
+def _conv_forward(x, weight, bias, initial_state, *rest):
+    handle, *_, use_silu, output_final_state = rest
     tensors = ConvTensors(x[0], weight, bias, initial_state)
     y, final_state, halo = parallel_conv_forward(get_context(handle), tensors, use_silu, output_final_state)
     return y.view(x.shape), _present(final_state, x), halo
 
 
-def _conv_forward_fake(x, weight, bias, initial_state, handle, use_silu, output_final_state):
-    ctx = get_context(handle)
-    halo_shape = (ctx.num_entered, x.shape[-1], weight.shape[1] - 1)
+def _conv_forward_fake(x, weight, bias, initial_state, *rest):
+    _, num_documents, num_entered, _, output_final_state = rest
+    state_shape = (x.shape[-1], weight.shape[1] - 1)
     dtype = x.dtype if initial_state is None else initial_state.dtype
-    final_state = x.new_empty((ctx.num_documents, *halo_shape[1:]), dtype=dtype) if output_final_state else None
-    return x.new_empty(x.shape), _present(final_state, x), x.new_empty(halo_shape, dtype=torch.float32)
+    final_state = x.new_empty((num_documents, *state_shape), dtype=dtype) if output_final_state else None
+    halo = x.new_empty((num_entered, *state_shape), dtype=torch.float32)
+    return x.new_empty(x.shape), _present(final_state, x), halo
 
 
 def _conv_backward(dy, dfinal_state, halo, *rest):
-    (x, *others), (handle, use_silu) = rest[:_NUM_CONV_TENSORS], rest[_NUM_CONV_TENSORS:]
+    (x, *others), (handle, *_, use_silu) = rest[:_NUM_CONV_TENSORS], rest[_NUM_CONV_TENSORS:]
     tensors = ConvTensors(x[0], *others)
     found = parallel_conv_backward(get_context(handle), dy[0], dfinal_state, halo, tensors, use_silu)
     dx, dweight, dbias, dinitial_state = found
@@ -151,13 +168,13 @@ def _conv_backward_fake(dy, dfinal_state, halo, *rest):
 
 
 define(
-    f"kcp_causal_conv1d_forward({_CONV_TENSORS}int context, bool use_silu, bool output_final_state)"
+    f"kcp_causal_conv1d_forward({_CONV_TENSORS}{_CONV_SIZES}, bool use_silu, bool output_final_state)"
     " -> (Tensor, Tensor, Tensor)",
     _conv_forward,
     _conv_forward_fake,
 )
 define(
-    f"kcp_causal_conv1d_backward(Tensor dy, Tensor? dfinal_state, Tensor halo, {_CONV_TENSORS}int context, "
+    f"kcp_causal_conv1d_backward(Tensor dy, Tensor? dfinal_state, Tensor halo, {_CONV_TENSORS}{_CONV_SIZES}, "
     "bool use_silu) -> (Tensor, Tensor, Tensor, Tensor)",
     _conv_backward,
     _conv_backward_fake,
@@ -167,7 +184,7 @@ define(
 def _conv_setup(ctx, inputs, output):
     ctx.set_materialize_grads(False)
     ctx.options = inputs[_NUM_CONV_TENSORS:-1]
-    ctx.alive = get_context(ctx.options[0])
+    ctx.alive = _kept_alive(ctx.options[0])
     ctx.save_for_backward(output[2], *inputs[:_NUM_CONV_TENSORS])
 
 
@@ -178,7 +195,7 @@ def _conv_autograd(ctx, dy, dfinal_state, _):
         dy = x.new_zeros(()).expand(x.shape)
     dfinal_state = _wanted(dfinal_state)
     gradients = OPERATORS.kcp_causal_conv1d_backward(dy, dfinal_state, halo, *tensors, *ctx.options)
-    return (*map(_given, gradients, tensors), None, None, None)  # context, use_silu, output_final_state
+    return (*map(_given, gradients, tensors), *[None] * 5)  # sizes, use_silu, output_final_state
 
 
 differentiate("kcp_causal_conv1d_forward", _conv_setup, _conv_autograd)
@@ -188,37 +205,42 @@ refuse_gradient("kcp_causal_conv1d_backward", _NO_SECOND_DERIVATIVE)
 # ---- tokens of all ranks ---------------------------------------------------------------------------------------------
 
 
-def _gather(x, handle, dim):
+def _gather(x, handle, dim, _tokens, _local_tokens):
     return gather_tokens(get_context(handle), x, dim)
 
 
-def _gather_fake(x, handle, dim):
-    shape = list(x.shape)
-    shape[dim] = get_context(handle).partition.num_tokens
-    return x.new_empty(shape)
+def _gather_fake(x, handle, dim, num_tokens, _local_tokens):
+    return x.new_empty([*x.shape[:dim], num_tokens, *x.shape[dim + 1 :]])
 
 
-def _scatter_sum(dx, handle, dim):
+def _scatter_sum(dx, handle, dim, _local_tokens):
     return scatter_sum(get_context(handle), dx, dim)
 
 
-def _scatter_sum_fake(dx, handle, dim):
-    shape = list(dx.shape)
-    shape[dim] = get_context(handle).num_local_tokens
-    return dx.new_empty(shape)
+def _scatter_sum_fake(dx, handle, dim, num_local_tokens):
+    return dx.new_empty([*dx.shape[:dim], num_local_tokens, *dx.shape[dim + 1 :]])
 
 
-define("kcp_gather(Tensor x, int context, int dim) -> Tensor", _gather, _gather_fake)
-define("kcp_scatter_sum(Tensor dx, int context, int dim) -> Tensor", _scatter_sum, _scatter_sum_fake)
+define(
+    "kcp_gather(Tensor x, SymInt context, int dim, SymInt num_tokens, SymInt num_local_tokens) -> Tensor",
+    _gather,
+    _gather_fake,
+)
+define(
+    "kcp_scatter_sum(Tensor dx, SymInt context, int dim, SymInt num_local_tokens) -> Tensor",
+    _scatter_sum,
+    _scatter_sum_fake,
+)
 
 
 def _gather_setup(ctx, inputs, output):
-    ctx.options = inputs[1:]
-    ctx.alive = get_context(ctx.options[0])
+    handle, dim, _, num_local_tokens = inputs[1:]
+    ctx.options = (handle, dim, num_local_tokens)
+    ctx.alive = _kept_alive(handle)
 
 
 def _gather_autograd(ctx, dx):
-    return OPERATORS.kcp_scatter_sum(dx, *ctx.options), None, None
+    return OPERATORS.kcp_scatter_sum(dx, *ctx.options), None, None, None, None
 
 
 differentiate("kcp_gather", _gather_setup, _gather_autograd)

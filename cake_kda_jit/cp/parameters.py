@@ -69,6 +69,7 @@ def _reduce(ctx: KcpContext, parameters: list[torch.Tensor], wide: torch.dtype) 
     sums = torch.empty_like(shares)
     sums[ctx.rank] = total
     ctx.channel.start({r: total for r in others}, {r: sums[r] for r in others}, f"{label}, sums").wait()
+    ctx.channel.settle()
     for parameter, part in zip(parameters, sums.flatten()[: sum(sizes)].split(sizes)):
         value = part.view(parameter.shape).to(parameter.dtype)
         if parameter.grad is None:

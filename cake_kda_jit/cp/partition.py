@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, partial
 from hashlib import blake2b
-from itertools import accumulate, repeat
+from itertools import accumulate, compress, repeat
 from typing import TYPE_CHECKING
 
 from ..errors import UnsupportedProblemError
@@ -179,8 +179,16 @@ class Partition:
 
     def num_local_tokens(self, rank: int) -> int:
         """Return how many tokens the rank holds."""
-        starts, ends = self.starts, self.ends
-        return sum(ends[n] - starts[n] for n in self._numbers(rank))
+        self._check_rank(rank)
+        return self.tokens_by_rank[rank]
+
+    @cached_property
+    def tokens_by_rank(self) -> tuple[int, ...]:
+        """How many tokens each rank holds."""
+        found = [0] * self.world_size
+        for rank, start, end in zip(self.ranks, self.starts, self.ends):
+            found[rank] += end - start
+        return tuple(found)
 
     def local_ranges(self, rank: int) -> tuple[range, ...]:
         """Return the pack tokens of the rank in the order of its memory, as few ranges as possible."""
@@ -247,10 +255,22 @@ class Partition:
         """Return a digest of the whole content, layout's name included; the same in every process."""
         return _digest(" ".join(self.digests().values()))
 
+    def numbers_of_rank(self, rank: int) -> tuple[int, ...]:
+        """Return the numbers of a rank's fragments, as ``numbers_by_rank`` does, without those of all others."""
+        known = self.__dict__.get("numbers_by_rank")
+        if known is not None:
+            return known[rank]
+        if self.order is None:
+            return tuple(compress(range(len(self.ranks)), map(rank.__eq__, self.ranks)))
+        return tuple(number for number in self.order if self.ranks[number] == rank)
+
     def _numbers(self, rank: int) -> tuple[int, ...]:
+        self._check_rank(rank)
+        return self.numbers_by_rank[rank]
+
+    def _check_rank(self, rank: int) -> None:
         if not layouts.is_count(rank) or rank >= self.world_size:
             raise UnsupportedProblemError(f"rank={rank!r}; give one of the {self.world_size} ranks, counted from 0")
-        return self.numbers_by_rank[rank]
 
     def __repr__(self) -> str:
         return (

@@ -20,15 +20,26 @@ import torch
 
 from ..ops.inputs import Inputs, Transforms
 from ..ops.pipeline import Pipeline, Tiles
+from ..ops.problem import CHUNK_TOKENS
 from ..ops.walk import walk
 from ..ops.workspace import HeadBlock, head_blocks, tile_bytes_per_head
-from .schedule import HOP_BYTES
 from .states import Given, OwnSpans, RelayExchange, WalkExchange
 from .tables import LocalTables, PhaseTables
 
 if TYPE_CHECKING:
     from .context import KcpContext
 
+HIDE_BYTES = 64 << 20
+"""What a rank must receive in a round for half of it to be hidden behind the other half's kernels: 0.3 ms at 200 GB/s.
+
+Two blocks of heads take longer than one where documents are long, for their chains fill fewer processors.
+"""
+RANK_LIMIT = 6_400_000_000
+"""Bytes of scratch of a rank where no ``workspace_limit`` is given.
+
+The same for both backwards: a rank holds a part of a pack, in long spans, and heads that take turns have each the time
+of the longest chain.
+"""
 SKIP_NOTHING = {"first_M": False, "first_B": False, "last_B": False}
 
 
@@ -76,33 +87,36 @@ class ParallelPass:
         )
         return replace(self.pipeline, inputs=inputs)
 
-    def blocks(self, states: int, values: int) -> tuple[list[HeadBlock], int]:
+    def blocks(self, states: int, values: int, kept_squares: int) -> tuple[list[HeadBlock], int]:
         """Return the head blocks, alike on all ranks, and how many are under way at a time.
 
-        An exchange is cut in two while its halves still take longer than a round's latency, so that one half is hidden
-        behind the other's kernels.
+        ``states`` and ``values`` are as in ``tile_bytes_per_head``; ``kept_squares`` of its tiles are no scratch, for
+        a forward has kept them.
         """
         ctx, inputs, plan = self.ctx, self.inputs, self.ctx.parallel_plan
-        heads, value_heads, limit = inputs.num_heads, inputs.num_value_heads, ctx.options.workspace_limit
+        heads, value_heads = inputs.num_heads, inputs.num_value_heads
         itemsize = self.pipeline.tile_dtype.itemsize
         per_head = tile_bytes_per_head(plan.most_chunks, inputs.head_dim, itemsize, states=states, values=values)
+        per_head -= kept_squares * plan.most_chunks * CHUNK_TOKENS**2 * itemsize
+        limit = ctx.options.workspace_limit or max(RANK_LIMIT, 2 * per_head * (value_heads // heads))
         whole = head_blocks(per_head, heads, value_heads, limit)
-        if not plan.needs_exchange or heads == 1:
+        if not plan.needs_exchange or len(whole) == heads:
+            return whole, 1
+        most = max(plan.traffic(ctx.exchange, value_heads, self.backward).most_in_round)
+        if most * 4 * inputs.head_dim**2 < HIDE_BYTES:
             return whole, 1
         if len(whole) == 1:
-            most = max(plan.traffic(ctx.exchange, value_heads, self.backward).most_in_round)
-            if most * 4 * inputs.head_dim**2 < 2 * HOP_BYTES:
-                return whole, 1
             half = -(-heads // 2) * (value_heads // heads)
             return [HeadBlock(first, min(half, value_heads - first)) for first in range(0, value_heads, half)], 2
-        if len(whole) == heads:
-            return whole, 1
         return head_blocks(2 * per_head, heads, value_heads, limit), 2
 
-    def run(self, steps: Callable[[HeadBlock], Iterator[None]], states: int, values: int) -> None:
-        """Run a head block's steps, which yield once, when the exchange is under way, for all head blocks."""
-        key = ("blocks", self.backward, states, values)
-        blocks, most_under_way = self.ctx.cached(key, lambda: self.blocks(states, values))
+    def run(self, steps: Callable[[HeadBlock], Iterator[None]], **scratch: int) -> None:
+        """Run a head block's steps, which yield once, when the exchange is under way, for all head blocks.
+
+        ``scratch`` is what ``blocks`` takes.
+        """
+        key = ("blocks", self.backward, *scratch.values())
+        blocks, most_under_way = self.ctx.cached(key, lambda: self.blocks(**scratch))
         under_way: deque[Iterator[None]] = deque()
         for block in blocks:
             begun = steps(block)
@@ -175,7 +189,7 @@ def get_exchange(ctx: KcpContext, heads: int, backward: bool, device: torch.devi
         schedule = plan.schedule(ctx.exchange, rank, heads, backward)
         if ctx.exchange == "relay":
             return RelayExchange(schedule, own, heads, device)
-        return WalkExchange(schedule, own, heads, device, backward=backward)
+        return WalkExchange(schedule, own, heads, device, delivers=ctx.exchange == "spread", backward=backward)
 
     return ctx.cached(("exchange", heads, backward, device), make)
 

@@ -8,6 +8,7 @@ is asked of what leaves a tail.
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import cached_property
 from typing import NamedTuple
 
@@ -66,9 +67,8 @@ class ParallelPlan:
     def most_chunks(self) -> int:
         """Chunks that no rank exceeds: equal on all ranks, so that all cut heads into the same blocks."""
         partition = self.partition
-        ranks = range(partition.world_size)
-        numbers = partition.numbers_by_rank
-        return max(partition.num_local_tokens(rank) // CHUNK_TOKENS + len(numbers[rank]) for rank in ranks)
+        fragments = Counter(partition.ranks)
+        return max(tokens // CHUNK_TOKENS + fragments[rank] for rank, tokens in enumerate(partition.tokens_by_rank))
 
     def numbers_of(self, rank: int, *roles: Role) -> tuple[int, ...]:
         """Return the numbers of the rank's spans of these roles, role by role, in the order of their chains."""

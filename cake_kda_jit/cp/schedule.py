@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from .spans import Chain
@@ -41,6 +42,10 @@ class Piece(NamedTuple):
     first_head: int
     end_head: int
     last_place: int
+
+
+# Several times quicker than the constructor's own checks of names and numbers.
+_new_piece = partial(tuple.__new__, Piece)
 
 
 class Walk(NamedTuple):
@@ -115,20 +120,35 @@ def spread_pieces(chains: Sequence[Chain], world_size: int, heads: int) -> Itera
             walker = (begin + head * weight) * world_size // total
             # The first head whose share is a later one.
             end = min(heads, -(-((walker + 1) * total - begin * world_size) // (weight * world_size)))
-            pieces.append(Piece(walker, head, end, weight))
+            pieces.append(_new_piece((walker, head, end, weight)))
             head = end
         yield pieces
         begin += heads * weight
 
 
-def _all_pieces(name: str, chains: Sequence[Chain], world_size: int, heads: int, backward: bool):
-    """Yield (ranks in walking order, pieces) of each chain."""
-    ranks = (walking_ranks(chain, backward) for chain in chains)
+class _Alike(NamedTuple):
+    """Chains that share their ranks: these, in walking order, and how many chains there are."""
+
+    ranks: tuple[int, ...]
+    count: int
+
+
+def _group(chains: Sequence[Chain], backward: bool) -> dict[int, _Alike]:
+    """Return chains cut alike as one, by the identity of their ``ranks``: comparing long tuples takes its time."""
+    distinct = {id(chain.ranks): chain for chain in chains}
+    counts = Counter(id(chain.ranks) for chain in chains)
+    return {key: _Alike(walking_ranks(chain, backward), counts[key]) for key, chain in distinct.items()}
+
+
+def _all_pieces(name: str, chains: Sequence[Chain], world_size: int, heads: int, groups: dict[int, _Alike]):
+    """Yield (key of the group, pieces) of each chain."""
+    keys = (id(chain.ranks) for chain in chains)
     if name == "spread":
-        yield from zip(ranks, spread_pieces(chains, world_size, heads))
+        yield from zip(keys, spread_pieces(chains, world_size, heads))
     else:
-        for places in ranks:
-            yield places, gather_pieces(places, heads)
+        pieces = {key: gather_pieces(alike.ranks, heads) for key, alike in groups.items()}
+        for key in keys:
+            yield key, pieces[key]
 
 
 # ---- schedules -------------------------------------------------------------------------------------------------------
@@ -140,11 +160,12 @@ def walk_schedule(
     """Return what a rank does in ``all_gather`` or ``spread``."""
     collect, deliver = Messages({}, {}), Messages({}, {})
     walks = []
-    places_of: dict[tuple[int, ...], list[int]] = {}
-    for number, (ranks, pieces) in enumerate(_all_pieces(name, chains, world_size, heads, backward)):
-        own_places = places_of.get(ranks)
-        if own_places is None:
-            own_places = places_of[ranks] = [place for place, holder in enumerate(ranks) if holder == rank]
+    groups = _group(chains, backward)
+    places_of = {
+        key: [place for place, holder in enumerate(alike.ranks) if holder == rank] for key, alike in groups.items()
+    }
+    for number, (key, pieces) in enumerate(_all_pieces(name, chains, world_size, heads, groups)):
+        ranks, own_places = groups[key].ranks, places_of[key]
         for piece in pieces:
             share = (piece.first_head, piece.end_head)
             here = piece.walker == rank
@@ -186,13 +207,13 @@ def traffic(name: str, chains: Sequence[Chain], world_size: int, heads: int, bac
     """Return what an exchange of all ranks moves, without making its schedules; chains cut alike are counted once."""
     if not chains:
         return Traffic((0,) * world_size, ())
-    counts = Counter(walking_ranks(chain, backward) for chain in chains)
+    groups = _group(chains, backward)
     if name == "relay":
-        rounds = _relay_rounds(counts, world_size, heads)
+        rounds = _relay_rounds(groups.values(), world_size, heads)
     elif name == "spread":
-        rounds = _spread_rounds(counts, chains, world_size, heads, backward)
+        rounds = _spread_rounds(groups, chains, world_size, heads)
     else:
-        rounds = [_gather_round(counts, world_size, heads)]
+        rounds = [_gather_round(groups.values(), world_size, heads)]
     return Traffic(tuple(map(sum, zip(*rounds))), tuple(map(max, rounds)))
 
 
@@ -201,9 +222,9 @@ def _matrices_before(place: int) -> int:
     return max(0, 2 * place - 1)
 
 
-def _gather_round(counts: Counter, world_size: int, heads: int) -> list[int]:
+def _gather_round(groups: Iterable[_Alike], world_size: int, heads: int) -> list[int]:
     received = [0] * world_size
-    for ranks, count in counts.items():
+    for ranks, count in groups:
         last_places = {rank: place for place, rank in enumerate(ranks)}
         need = {rank: _matrices_before(place) for rank, place in last_places.items()}
         for place, rank in enumerate(ranks):
@@ -214,9 +235,9 @@ def _gather_round(counts: Counter, world_size: int, heads: int) -> list[int]:
     return received
 
 
-def _relay_rounds(counts: Counter, world_size: int, heads: int) -> list[list[int]]:
+def _relay_rounds(groups: Iterable[_Alike], world_size: int, heads: int) -> list[list[int]]:
     rounds: list[list[int]] = []
-    for ranks, count in counts.items():
+    for ranks, count in groups:
         rounds += [[0] * world_size for _ in range(len(ranks) - 1 - len(rounds))]
         for received, source, target in zip(rounds, ranks, ranks[1:]):
             if source != target:
@@ -224,19 +245,17 @@ def _relay_rounds(counts: Counter, world_size: int, heads: int) -> list[list[int
     return rounds
 
 
-def _spread_rounds(
-    counts: Counter, chains: Sequence[Chain], world_size: int, heads: int, backward: bool
-) -> list[list[int]]:
+def _spread_rounds(groups: dict[int, _Alike], chains: Sequence[Chain], world_size: int, heads: int) -> list[list[int]]:
     collected, delivered = [0] * world_size, [0] * world_size
-    own: dict[tuple[int, ...], tuple[Counter, Counter]] = {}
-    for ranks, count in counts.items():
+    own: dict[int, tuple[Counter, Counter]] = {}
+    for key, (ranks, count) in groups.items():
         given = Counter({ranks[0]: 1}) + Counter(ranks[1:-1]) + Counter(ranks[1:-1])
         needed = Counter(ranks[1:])
-        own[ranks] = (given, needed)
+        own[key] = (given, needed)
         for rank, states in needed.items():
             delivered[rank] += count * heads * states
-    for ranks, pieces in _all_pieces("spread", chains, world_size, heads, backward):
-        given, needed = own[ranks]
+    for key, pieces in _all_pieces("spread", chains, world_size, heads, groups):
+        given, needed = own[key]
         for walker, first_head, end_head, last_place in pieces:
             collected[walker] += (end_head - first_head) * (_matrices_before(last_place) - given[walker])
             delivered[walker] -= (end_head - first_head) * needed[walker]

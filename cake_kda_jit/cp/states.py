@@ -37,12 +37,29 @@ class Given(NamedTuple):
     B: torch.Tensor
 
 
-def _indices(runs: Iterable[Run], row_of: Mapping[Key, int], heads: int) -> list[int]:
-    found: list[int] = []
-    for run in runs:
-        base = row_of[run.chain, run.place] * heads
-        found += range(base + run.first_head, base + run.end_head)
-    return found
+class _Steps(NamedTuple):
+    """Rows ``first``, ``first + stride``, ...: those of a run of heads. A pack has too many of them for a list."""
+
+    first: int
+    stride: int
+    count: int
+
+
+def _expanded(steps: Sequence[tuple[int, int, int]]) -> torch.Tensor:
+    """Return all rows of all steps, int64, on the CPU."""
+    if not steps:
+        return torch.empty(0, dtype=torch.int64, device="cpu")
+    first, stride, count = torch.tensor(steps, dtype=torch.int64, device="cpu").unbind(1)
+    passed = torch.arange(int(count.sum()), device="cpu") - (count.cumsum(0) - count).repeat_interleave(count)
+    return first.repeat_interleave(count) + stride.repeat_interleave(count) * passed
+
+
+def _steps_of(runs: Iterable[Run], row_of: Mapping[Key, int], heads: int, first_row: int = 0) -> list[_Steps]:
+    """Where runs lie in a pool of whole spans, all ``heads`` of each, from ``first_row`` on."""
+    return [
+        _Steps(first_row + row_of[run.chain, run.place] * heads + run.first_head, 1, run.end_head - run.first_head)
+        for run in runs
+    ]
 
 
 def _num_matrices(runs: Iterable[Run]) -> int:
@@ -66,7 +83,7 @@ class Layout:
 
     def views(self, pool: torch.Tensor) -> dict[int, torch.Tensor]:
         """Return each peer's part of a pool."""
-        return {peer: pool[begin : begin + self.sizes[peer]] for peer, begin in self.begin.items()}
+        return dict(zip(self.begin, pool.split([self.sizes[peer] for peer in self.begin])))
 
 
 def exchange(
@@ -87,17 +104,35 @@ class _Base:
         """Return an index on the device."""
         return torch.tensor(values, dtype=torch.int64, device="cpu").to(self.device)
 
+    def rows(self, steps: Sequence[tuple[int, int, int]]) -> torch.Tensor:
+        """Return the rows of steps, on the device."""
+        return _expanded(steps).to(self.device)
+
+
+class _Walked(NamedTuple):
+    """A rank's walks of one chain: its heads, and where what they find lies in the pool of results.
+
+    What enters inner places stands head by head, place by place, from ``entries`` on; what leaves, from ``exits`` on.
+    """
+
+    first_head: int
+    last_place: int
+    entries: int
+    exits: int
+
 
 class WalkExchange(_Base):
     """``all_gather`` or ``spread`` for one head block size, direction and device.
 
-    Each round is one selection from a pool to send, and one pool to receive into.
+    Each round is one selection from a pool to send, and one pool to receive into. ``delivers``: what ranks walk they
+    send on, so that there is a second round.
     """
 
     def __init__(
-        self, schedule: WalkSchedule, own: OwnSpans, heads: int, device: torch.device, *, backward: bool
+        self, schedule: WalkSchedule, own: OwnSpans, heads: int, device: torch.device, *, delivers: bool, backward: bool
     ) -> None:
         super().__init__(own, heads, device)
+        self.delivers = delivers
         self._index_collect(schedule.collect)
         self._index_walks(schedule, backward)
         self._index_deliver(schedule.deliver)
@@ -110,15 +145,15 @@ class WalkExchange(_Base):
         head_rows, inner_rows = _rows(self.own.heads), _rows(self.own.inner)
         first_B = len(head_rows) * self.heads
         first_M = first_B + len(inner_rows) * self.heads
-        sent: list[int] = []
+        sent: list[_Steps] = []
         sizes = {}
         for peer, runs in sorted(collect.sends.items()):
-            begin = len(sent)
-            sent += _indices((run for run in runs if not run.place), head_rows, self.heads)
-            inner = _indices((run for run in runs if run.place), inner_rows, self.heads)
-            sent += [first_B + index for index in inner] + [first_M + index for index in inner]
-            sizes[peer] = len(sent) - begin
-        self.sent, self.collect_sends = self.tensor(sent), Layout(sizes)
+            inner = [run for run in runs if run.place]
+            sent += _steps_of((run for run in runs if not run.place), head_rows, self.heads)
+            sent += _steps_of(inner, inner_rows, self.heads, first_B)
+            sent += _steps_of(inner, inner_rows, self.heads, first_M)
+            sizes[peer] = _num_matrices(runs) + _num_matrices(inner)
+        self.sent, self.collect_sends = self.rows(sent), Layout(sizes)
         sizes = {
             peer: sum((run.end_head - run.first_head) * (2 if run.place else 1) for run in runs)
             for peer, runs in collect.receives.items()
@@ -129,59 +164,67 @@ class WalkExchange(_Base):
         self.map_at: dict[Key, int] = {}
         for peer, runs in collect.receives.items():
             at = self.collected.begin[peer]
-            inner_runs = [run for run in runs if run.place]
-            for run in [run for run in runs if not run.place] + inner_runs:
+            inner = [run for run in runs if run.place]
+            for run in [run for run in runs if not run.place] + inner:
                 self.state_at[run.chain, run.place] = at - run.first_head
                 at += run.end_head - run.first_head
-            for run in inner_runs:
+            for run in inner:
                 self.map_at[run.chain, run.place] = at - run.first_head
                 at += run.end_head - run.first_head
 
     def _index_walks(self, schedule: WalkSchedule, backward: bool) -> None:
         """A walk per (chain, head). The transposed walk runs from a chain's last fragment to its first."""
-        initial: list[int] = []
-        states: list[int] = []
-        maps: list[int] = []
-        offsets = [0]
-        self.entry_at: dict[tuple[int, int, int], int] = {}
-        exits: list[tuple[int, int, int]] = []
+        self.backward = backward
+        initial: list[_Steps] = []
+        states, maps = [], []
+        offsets: list[_Steps] = [_Steps(0, 1, 1)]
+        self.walked: dict[int, _Walked] = {}
+        num_entries = num_walks = 0
         for chain, first_head, end_head, last_place in schedule.walks:
-            places = range(1, last_place)
-            for head in range(first_head, end_head):
-                initial.append(self.state_at[chain, 0] + head)
-                for place in reversed(places) if backward else places:
-                    self.entry_at[chain, place, head] = len(states)
-                    states.append(self.state_at[chain, place] + head)
-                    maps.append(self.map_at[chain, place] + head)
-                offsets.append(len(states))
-                exits.append((chain, last_place, head))
-        for number, key in enumerate(exits):
-            self.entry_at[key] = len(states) + number
-        self.walked, self.walked_sizes = self.tensor(maps + states + initial), (len(maps), len(states), len(initial))
-        self.offsets = self.tensor(offsets)
+            places, count = range(1, last_place), end_head - first_head
+            heads = torch.arange(first_head, end_head, device="cpu").unsqueeze(1)
+            order = reversed(places) if backward else places
+            at = [(self.state_at[chain, place], self.map_at[chain, place]) for place in order]
+            for found, base in zip((states, maps), zip(*at)):
+                found.append((torch.tensor(base, device="cpu") + heads).flatten())
+            initial.append(_Steps(self.state_at[chain, 0] + first_head, 1, count))
+            offsets.append(_Steps(num_entries + len(places), len(places), count))
+            self.walked[chain] = _Walked(first_head, last_place, num_entries, num_walks)
+            num_entries, num_walks = num_entries + count * len(places), num_walks + count
+        self.num_entries, self.sizes = num_entries, (num_entries, num_entries, num_walks)
+        self.taken = torch.cat([*maps, *states, _expanded(initial)]).to(self.device)
+        self.offsets = self.rows(offsets)
+
+    def _found(self, runs: Iterable[Run]) -> list[_Steps]:
+        """Where the pool of results has what enters spans: entries of walks, then what leaves them."""
+        steps = []
+        for run in runs:
+            first_head, last_place, entries, exits = self.walked[run.chain]
+            head, count, inner = run.first_head - first_head, run.end_head - run.first_head, last_place - 1
+            if run.place == last_place:
+                steps.append(_Steps(self.num_entries + exits + head, 1, count))
+            else:
+                position = inner - run.place if self.backward else run.place - 1
+                steps.append(_Steps(entries + head * inner + position, inner, count))
+        return steps
 
     def _index_deliver(self, deliver: Messages) -> None:
-        """The pool of results: what enters fragments, and what leaves walks."""
-
-        def results(runs: Sequence[Run]) -> list[int]:
-            return [
-                self.entry_at[run.chain, run.place, head]
-                for run in runs
-                for head in range(run.first_head, run.end_head)
-            ]
-
-        sends = {peer: results(runs) for peer, runs in sorted(deliver.sends.items())}
-        self.given_back = self.tensor([index for rows in sends.values() for index in rows])
-        self.deliver_sends = Layout({peer: len(rows) for peer, rows in sends.items()})
+        """What enters fragments, from the walks' results to the ranks; without a second round, to this one alone."""
+        whole = [Run(*key, 0, self.heads) for key in self.own.entered]
+        if not self.delivers:
+            self.entered = self.rows(self._found(whole))
+            return
+        self.given_back = self.rows([one for _, runs in sorted(deliver.sends.items()) for one in self._found(runs)])
+        self.deliver_sends = Layout({peer: _num_matrices(runs) for peer, runs in deliver.sends.items()})
         self.delivered = Layout({peer: _num_matrices(runs) for peer, runs in deliver.receives.items()})
-        at = {}
+        parts: dict[Key, list[tuple[int, _Steps]]] = {}
         for peer, runs in deliver.receives.items():
-            place = self.delivered.begin[peer]
+            at = self.delivered.begin[peer]
             for run in runs:
-                for head in range(run.first_head, run.end_head):
-                    at[run.chain, run.place, head] = place
-                    place += 1
-        self.entered = self.tensor([at[(*key, head)] for key in self.own.entered for head in range(self.heads)])
+                count = run.end_head - run.first_head
+                parts.setdefault((run.chain, run.place), []).append((run.first_head, _Steps(at, 1, count)))
+                at += count
+        self.entered = self.rows([one for key in self.own.entered for _, one in sorted(parts[key])])
 
     def start(self, channel: Channel, label: str, given: Given, walk: Walker) -> Callable[[], torch.Tensor]:
         """Start with what the rank computed; the function returned ends it and gives ``[entered, HB, K, V]``."""
@@ -193,8 +236,11 @@ class WalkExchange(_Base):
 
         def finish() -> torch.Tensor:
             collecting.wait()
-            M, B, initial = pool.index_select(0, self.walked).unsqueeze(1).split(self.walked_sizes)
+            M, B, initial = pool.index_select(0, self.taken).unsqueeze(1).split(self.sizes)
             results = torch.cat(walk(M, B, initial, self.offsets)).squeeze(1)
+            if not self.delivers:
+                entered = results.index_select(0, self.entered)
+                return entered.unflatten(0, (len(self.own.entered), self.heads))
             delivered = results.new_empty((self.delivered.end, size, size))
             sends = self.deliver_sends.views(results.index_select(0, self.given_back))
             exchange(channel, sends, self.delivered.views(delivered), f"{label}, deliver").wait()

@@ -14,12 +14,14 @@ from typing import NamedTuple
 import torch
 
 from ..ops.plan import PlanHeads, plan_of_boundaries
-from ..ops.select import segment_rule
+from ..ops.select import SegmentRule, segment_rule
 from .plan import ParallelPlan
 from .spans import Role
 
 NO_DOCUMENT = -1
 NO_SUMMARY_ROW = -1
+INNER_RULE = SegmentRule(8192, 16384)
+"""How inner spans are cut where documents are not: they have summaries anyway, so only a walk is added."""
 ROLES_IN_ORDER = (Role.FIRST, Role.MIDDLE, Role.LAST, Role.WHOLE)
 
 
@@ -60,7 +62,6 @@ class LocalTables(NamedTuple):
     """
 
     chunk_table: torch.Tensor
-    cu_seqlens: torch.Tensor
     num_summaries: int
     all: PhaseTables
     inner: PhaseTables
@@ -73,9 +74,17 @@ class _Maker:
         self.spans = plan.spans.of_rank(rank)
         self.device = device
         rule = segment_rule(heads.num_value_heads, heads.head_dim)
-        boundaries = [*plan.spans.local_starts(rank), sum(span.num_tokens for span in self.spans)]
-        self.local = plan_of_boundaries(boundaries, heads, device, rule)
-        self.num_segments = [rule.num_segments(span.num_tokens) for span in self.spans]
+        inner_rule = rule if rule.segment_tokens else INNER_RULE
+        rules = [inner_rule if span.role is Role.MIDDLE else rule for span in self.spans]
+        self.num_segments = [one.num_segments(span.num_tokens) for one, span in zip(rules, self.spans)]
+        # A segment begins with a chunk as a document does: tables of both are those of a pack of segments.
+        boundaries = [
+            start + segment * one.segment_tokens
+            for start, one, count in zip(plan.spans.local_starts(rank), rules, self.num_segments)
+            for segment in range(count)
+        ]
+        total = sum(span.num_tokens for span in self.spans)
+        self.local = plan_of_boundaries([*boundaries, total], heads, device, SegmentRule(0, 0))
         self.first_rows: dict[int, int] = {}
         self.num_rows: dict[int, int] = {}
         self.order = plan.numbers_of(rank, *ROLES_IN_ORDER)
@@ -127,7 +136,6 @@ def make_tables(plan: ParallelPlan, rank: int, heads: PlanHeads, device: torch.d
     )
     return LocalTables(
         chunk_table=maker.local.chunk_table,
-        cu_seqlens=maker.local.cu_seqlens,
         num_summaries=maker.num_summaries,
         all=maker.phase(maker.order),
         inner=maker.phase(plan.numbers_of(rank, Role.MIDDLE)),

@@ -31,6 +31,10 @@ class VirtualGroup:
         """The number of ranks, as a ProcessGroup says it."""
         return self.world_size
 
+    def channel(self, rank: int) -> Channel:
+        """Return a rank's end of the group."""
+        return VirtualChannel(self, rank)
+
 
 class VirtualRun(NamedTuple):
     """What the ranks returned, and the seconds each of them ran."""
@@ -145,8 +149,10 @@ class _VirtualExchange(Exchange):
         keys = {peer: (peer, rank, label, tensor.nbytes) for peer, tensor in self._receives.items()}
         what = f"messages of {label!r} from ranks {sorted(keys)}"
         baton.wait(rank, what, lambda: all(key in baton.mail for key in keys.values()))
-        for peer, key in keys.items():
-            self._receives[peer].copy_(baton.mail.pop(key))
+        if keys:  # all in one launch
+            torch._foreach_copy_(
+                [self._receives[peer] for peer in keys], [baton.mail.pop(key) for key in keys.values()]
+            )
 
 
 def run_virtual(ctx: Any, fn: Callable[[int, Any], Any]) -> VirtualRun:

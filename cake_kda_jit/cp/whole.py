@@ -29,7 +29,8 @@ def gather(x_local: torch.Tensor, ctx: KcpContext, dim: int = 1) -> torch.Tensor
         raise UnsupportedProblemError(f"ctx is {type(ctx).__name__}; give a KcpContext")
     check_length("x_local", x_local, dim, ctx.num_local_tokens, f"rank {ctx.rank} holds")
     ctx.prepare(x_local.device)
-    return OPERATORS.kcp_gather(x_local, ctx.handle, dim % x_local.dim())
+    sizes = (ctx.partition.num_tokens, ctx.num_local_tokens)
+    return OPERATORS.kcp_gather(x_local, ctx.handle, dim % x_local.dim(), *sizes)
 
 
 def gather_tokens(ctx: KcpContext, x: torch.Tensor, dim: int) -> torch.Tensor:

@@ -1,4 +1,7 @@
-"""The demo on several ranks: processes that share every pack, this one being rank 0. They talk through gloo."""
+"""The demo on several ranks: processes that share every pack, this one being rank 0.
+
+They talk through gloo; tensors of CUDA devices through NCCL, if there is a device for each rank.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from torch import Tensor
@@ -40,7 +44,8 @@ class Ranks:
         """Wait for all ranks, which may have kernels to compile; raises CommunicationError if one of them has ended."""
         if self.size > 1:
             try:
-                dist.barrier()
+                # A sum on the host: a barrier may go through NCCL, which does not notice that a rank has ended.
+                dist.all_reduce(torch.zeros(1))
             except RuntimeError as error:
                 raise CommunicationError(f"a rank of the demo has ended: {error}") from error
 
@@ -59,6 +64,16 @@ class Ranks:
             reduce_parameter_gradients(ctx, *parameters)
 
 
+def has_device_each(settings: Settings) -> bool:
+    """Whether every rank has a CUDA device to itself."""
+    return settings.device == "cuda" and 1 < settings.ranks <= torch.cuda.device_count()
+
+
+def device_name(settings: Settings, rank: int) -> str:
+    """Return the device of a rank; where there are too few for one each, all share the one that is named."""
+    return f"cuda:{rank}" if has_device_each(settings) else settings.device
+
+
 @contextmanager
 def started_ranks(settings: Settings) -> Iterator[None]:
     """Start the other ranks, which train and validate as this one does; the block is rank 0."""
@@ -70,7 +85,7 @@ def started_ranks(settings: Settings) -> Iterator[None]:
             _run_other, args=(settings, folder), nprocs=settings.ranks - 1, join=False, daemon=True
         )
         try:
-            _join_group(folder, 0, settings.ranks)
+            _join_group(folder, 0, settings)
             yield
             while not others.join(SECONDS_TO_END):
                 pass
@@ -82,10 +97,13 @@ def started_ranks(settings: Settings) -> Iterator[None]:
                     process.terminate()
 
 
-def _join_group(folder: str, rank: int, size: int) -> None:
-    method = f"file://{Path(folder, 'store')}"
+def _join_group(folder: str, rank: int, settings: Settings) -> None:
     dist.init_process_group(
-        "gloo", init_method=method, rank=rank, world_size=size, timeout=timedelta(seconds=SECONDS_TO_START)
+        "cpu:gloo,cuda:nccl" if has_device_each(settings) else "gloo",
+        init_method=f"file://{Path(folder, 'store')}",
+        rank=rank,
+        world_size=settings.ranks,
+        timeout=timedelta(seconds=SECONDS_TO_START),
     )
 
 
@@ -95,7 +113,7 @@ def _run_other(index: int, settings: Settings, folder: str) -> None:
 
     rank = index + 1
     trainer = make_trainer(settings, Ranks(rank, settings.ranks, settings.layout))
-    _join_group(folder, rank, settings.ranks)
+    _join_group(folder, rank, settings)
     trainer.load_kernels()
     corpus = read_corpus(settings.text, settings.max_length)
     trainer.train(

@@ -18,7 +18,7 @@ from ..ops.problem import KdaOptions
 from .failures import WrongUse
 from .model import ByteLanguageModel
 from .packing import Pack
-from .ranks import Ranks
+from .ranks import Ranks, device_name
 from .settings import HIDDEN_SIZE, Settings
 
 DEFAULT_MAX_THREADS = 2
@@ -49,8 +49,10 @@ def make_trainer(settings: Settings, ranks: Ranks) -> Trainer:
     most_threads = DEFAULT_MAX_THREADS if ranks.size == 1 else 1
     torch.set_num_threads(settings.threads or min(torch.get_num_threads(), most_threads))
     try:
-        device = torch.device(settings.device)
+        device = torch.device(device_name(settings, ranks.rank))
         torch.empty(0, device=device)
+        if device.index is not None:
+            torch.cuda.set_device(device)
     except (AssertionError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
         raise WrongUse(f"device {settings.device!r} cannot be used: {reason}; try --device cpu") from None

@@ -62,14 +62,17 @@ def assert_within_budgets(found, expected, problem, regime) -> None:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A random call: how its problem is made, and options. ``gate``: raw as in the regime, ready, or without A_log."""
+    """A random call: how its problem is made, and options. ``gate``: raw as in the regime, ready, or without A_log.
+
+    ``cut``: which spans are cut in segments.
+    """
 
     regime: str
     gate: str
     group: int
     with_state: bool
     seed: int
-    cut: bool
+    cut: str
     options: KcpOptions
 
     def problem(self, partition: Partition) -> problems.Problem:
@@ -100,7 +103,7 @@ CALLS = st.builds(
     group=st.sampled_from([1, 2]),
     with_state=st.booleans(),
     seed=st.integers(0, 99),
-    cut=st.booleans(),
+    cut=st.sampled_from(["no spans", "inner spans", "all spans"]),
     options=st.builds(
         KcpOptions,
         backward=st.sampled_from(["saved", "replay"]),
@@ -118,8 +121,11 @@ def test_random_packs_against_fp64(partition, drawn, nan_poison):
     problem = drawn.problem(partition)
     expected = problems.reference(problem)
     with pytest.MonkeyPatch.context() as patch:
-        if drawn.cut:
+        if drawn.cut == "all spans":
             patch.setattr(tables, "segment_rule", lambda *_: SegmentRule(64, 65))
+        if drawn.cut == "inner spans":
+            patch.setattr(tables, "segment_rule", lambda *_: SegmentRule(0, 0))
+            patch.setattr(tables, "INNER_RULE", SegmentRule(64, 65))
         found = attention(problem, partition, drawn.options).whole
     # A gradient that is 0 in exact arithmetic has no relative error: that of the whole pack's is the measure.
     for name, tensor in expected.items():
@@ -137,25 +143,27 @@ def test_bf16_within_the_budgets_of_one_device(regime, layout, nan_poison):
     assert_within_budgets(found, problems.reference(problem), problem, regime)
 
 
-@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("cut", ["no spans", "inner spans", "all spans"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_exchanges_backwards_and_head_blocks_change_no_bit(layout, cut, nan_poison, monkeypatch):
-    if cut:
-        monkeypatch.setattr(tables, "segment_rule", lambda *_: SegmentRule(64, 65))
+    rule = SegmentRule(64, 65) if cut == "all spans" else SegmentRule(0, 0)
+    monkeypatch.setattr(tables, "segment_rule", lambda *_: rule)
+    if cut == "inner spans":
+        monkeypatch.setattr(tables, "INNER_RULE", SegmentRule(64, 65))
     partition = getattr(Partition, layout)(boundaries([300, 0, 150, 5]), 3)
     problem = problem_of(partition, heads=3, value_heads=6)
     expected = attention(problem, partition, KcpOptions(exchange="all_gather", backward="saved"))
     group_bytes = 2 * tile_bytes_per_head(ParallelPlan(partition).most_chunks, 64, 4, states=2, values=2)
-    for exchange, backward, limit, hop_bytes in (
-        ("spread", "saved", None, passes.HOP_BYTES),
-        ("relay", "saved", None, passes.HOP_BYTES),
+    for exchange, backward, limit, hide_bytes in (
+        ("spread", "saved", None, passes.HIDE_BYTES),
+        ("relay", "saved", None, passes.HIDE_BYTES),
         ("all_gather", "replay", None, 1),  # an exchange is cut in two
         ("spread", "replay", group_bytes, 1),
         ("relay", "replay", 2 * group_bytes, 1),
         ("relay", "saved", group_bytes, 1),
         ("all_gather", "saved", 2 * group_bytes, 1),
     ):
-        monkeypatch.setattr(passes, "HOP_BYTES", hop_bytes)
+        monkeypatch.setattr(passes, "HIDE_BYTES", hide_bytes)
         options = KcpOptions(exchange=exchange, backward=backward, workspace_limit=limit)
         found = attention(problem, partition, options)
         for mine, yours in zip(found.ranks, expected.ranks):

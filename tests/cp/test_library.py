@@ -9,6 +9,7 @@ from cake_kda_jit import KcpContext, KcpOptions, Partition, UnsupportedProblemEr
 from cake_kda_jit.bench.problems import make_problem
 from cake_kda_jit.cp.library import OPERATORS
 from cake_kda_jit.cp.virtual import Baton
+from cake_kda_jit.layers import KimiDeltaAttention
 
 
 @pytest.fixture
@@ -35,9 +36,11 @@ def test_attention(one_rank, optional, backward):
         extra = [problem.keywords[name].requires_grad_() for name in ("A_log", "dt_bias", "initial_state")]
     else:
         inputs[3] = (-inputs[3].detach().float().abs()).requires_grad_()
-    ctx._fix_problem(inputs[0], inputs[2])
+    ctx._fix_problem(("bf16", 2, 2, 64, "cpu"), inputs[0].device)
     transforms = (0.125, -5.0, True, *(("bounded", "sigmoid") if optional else ("ready", "ready")))
-    arguments = (*inputs, *extra, ctx.handle, *transforms, optional, backward is not None)
+    sizes = (ctx.handle, ctx.num_documents, *ctx._sizes)
+    options = (ctx.options.backward, ctx.options.checkpoint_tokens)
+    arguments = (*inputs, *extra, *sizes, *transforms, *options, optional, backward is not None)
     checks = ("test_schema", "test_faketensor") if backward is None else None
     torch.library.opcheck(OPERATORS.kcp_chunk_kda_forward, arguments, **({"test_utils": checks} if checks else {}))
 
@@ -47,12 +50,12 @@ def test_convolution(one_rank, optional):
     ctx = one_rank((12, 8))
     x, weight = torch.randn(1, 20, 8, requires_grad=True), torch.randn(8, 4, requires_grad=True)
     extra = [torch.randn(8, requires_grad=True), torch.randn(2, 8, 3, requires_grad=True)] if optional else [None] * 2
-    torch.library.opcheck(OPERATORS.kcp_causal_conv1d_forward, (x, weight, *extra, ctx.handle, True, optional))
+    torch.library.opcheck(OPERATORS.kcp_causal_conv1d_forward, (x, weight, *extra, ctx.handle, 2, 0, True, optional))
 
 
 def test_gather(one_rank):
     ctx = one_rank((12, 8))
-    torch.library.opcheck(OPERATORS.kcp_gather, (torch.randn(2, 20, 3, requires_grad=True), ctx.handle, 1))
+    torch.library.opcheck(OPERATORS.kcp_gather, (torch.randn(2, 20, 3, requires_grad=True), ctx.handle, 1, 20, 20))
 
 
 def test_a_compiled_call_is_one_graph_and_has_the_bits_of_an_eager_one(one_rank):
@@ -73,10 +76,33 @@ def test_a_compiled_call_is_one_graph_and_has_the_bits_of_an_eager_one(one_rank)
         assert all(torch.equal(mine, yours) for mine, yours in zip(gradients(compiled), eager))
 
 
+def test_contexts_of_other_packs_share_the_graphs(one_rank):
+    """A compiled layer makes one graph, one for sizes that change, and takes every later context as it is."""
+    layer = KimiDeltaAttention(32, num_heads=1, head_dim=64, kernel_dtype=torch.float32)
+    graphs = []
+
+    def backend(module, inputs):
+        graphs.append(module)
+        return module
+
+    compiled = torch.compile(layer, backend=backend)
+    for step, lengths in enumerate(
+        ((40, 30), (25, 10, 61), (90,), (5, 0, 33, 1), (64, 64), (17, 3), (8, 8, 8), (200,))
+    ):
+        ctx = one_rank(lengths)
+        x = torch.randn(1, sum(lengths), 32)
+        for _ in range(2):  # the first call of a context lets the ranks agree, which is not traced
+            found, expected = compiled(x, cp_context=ctx), layer(x, cp_context=ctx)
+            assert torch.equal(found, expected)
+        if step == 3:
+            made = len(graphs)
+    assert len(graphs) == made, "a new context was compiled for"
+
+
 def test_a_second_derivative_is_refused(one_rank):
     ctx = one_rank((6,))
     x = torch.randn(1, 6, 4, requires_grad=True)
-    y, *_ = OPERATORS.kcp_causal_conv1d_forward(x, torch.randn(4, 4), None, None, ctx.handle, True, False)
+    y, *_ = OPERATORS.kcp_causal_conv1d_forward(x, torch.randn(4, 4), None, None, ctx.handle, 1, 0, True, False)
     (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
     with pytest.raises(UnsupportedProblemError, match="a second derivative is not supported"):
         gradient.sum().backward()
@@ -85,14 +111,14 @@ def test_a_second_derivative_is_refused(one_rank):
 def test_a_graph_keeps_its_context_alive(one_rank):
     ctx = one_rank((6,))
     x = torch.randn(1, 6, 4, requires_grad=True)
-    outputs = OPERATORS.kcp_causal_conv1d_forward(x, torch.randn(4, 4), None, None, ctx.handle, True, False)
+    outputs = OPERATORS.kcp_causal_conv1d_forward(x, torch.randn(4, 4), None, None, ctx.handle, 1, 0, True, False)
     handle = ctx.handle
     del ctx
     outputs[0].sum().backward()
     assert torch.isfinite(x.grad).all()
     del outputs
     with pytest.raises(UnsupportedProblemError, match=f"handle {handle} is gone"):
-        OPERATORS.kcp_causal_conv1d_forward(x, torch.randn(4, 4), None, None, handle, True, False)
+        OPERATORS.kcp_causal_conv1d_forward(x, torch.randn(4, 4), None, None, handle, 1, 0, True, False)
 
 
 def test_a_context_is_not_pickled(one_rank):

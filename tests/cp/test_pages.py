@@ -1,4 +1,4 @@
-"""The page about partitions shows what the code says."""
+"""The pages about partitions and context parallelism show what the code says."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from cake_kda_jit import Partition
+from cake_kda_jit.bench import exchanges
 from cake_kda_jit.cp import maps
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -25,3 +26,18 @@ def test_every_constructor_and_map_is_in_a_table():
     functions = {name for name, value in vars(maps).items() if getattr(value, "__module__", "") == maps.__name__}
     named = set(re.findall(r"^\| [^|]*\| `maps\.(\w+)\(", page, re.MULTILINE))
     assert named == {name for name in functions if name[0].islower()}
+
+
+def test_the_tables_are_those_of_the_script():
+    page = (DOCS / "context-parallelism.md").read_text()
+    for name in exchanges.TABLES:
+        assert page.count(f"<!-- {name}: written by `bench exchanges` -->") == page.count(f"<!-- /{name} -->") == 1
+    assert exchanges.with_tables(page) == page, "run: python -m cake_kda_jit.bench exchanges --write"
+    assert exchanges.main(["--check"]) == 0
+
+
+def test_every_claim_names_tests_that_exist():
+    named = re.findall(r"`(\w+\.py)::(\w+)`", (DOCS / "context-parallelism.md").read_text())
+    assert len(named) > 20
+    for file, test in named:
+        assert f"def {test}(" in (Path(__file__).parent / file).read_text(), f"{file}::{test}"

@@ -35,7 +35,21 @@ def test_a_rank_that_ends_is_an_error_and_no_hang(capsys, text, monkeypatch):
 
 def _end(index, settings, folder):
     """Join the others, and leave."""
-    ranks._join_group(folder, index + 1, settings.ranks)
+    ranks._join_group(folder, index + 1, settings)
+
+
+def test_devices(monkeypatch):
+    """A device for each rank if there are enough; otherwise they share the one that is named."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    for given, names in (
+        (["--device", "cuda", "--ranks", "2"], ["cuda:0", "cuda:1"]),
+        (["--device", "cuda", "--ranks", "3"], ["cuda"] * 3),
+        (["--device", "cuda:1", "--ranks", "2"], ["cuda:1"] * 2),
+        (["--device", "cuda"], ["cuda"]),
+        (["--ranks", "2"], ["cpu"] * 2),
+    ):
+        settings = parse(given)
+        assert [ranks.device_name(settings, rank) for rank in range(settings.ranks)] == names
 
 
 def test_settings(capsys):

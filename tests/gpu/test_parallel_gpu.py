@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
+import json
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 
-from cake_kda_jit import KcpContext, KcpOptions, Partition, chunk_kda, last_launches
+from cake_kda_jit import KcpContext, KcpOptions, Partition, chunk_kda, gather, reduce_parameter_gradients
 from cake_kda_jit.bench import problems
 from cake_kda_jit.bench.precision import parameter_errors
 from cake_kda_jit.bench.problems import make_problem
@@ -17,6 +20,7 @@ from cake_kda_jit.cp import passes
 from cake_kda_jit.cp.plan import ParallelPlan
 from cake_kda_jit.ops.workspace import tile_bytes_per_head
 
+from ..cp import devices
 from ..cp.ranks import (
     LAYOUTS,
     assert_same_bits,
@@ -31,7 +35,6 @@ from ..cp.ranks import (
 pytestmark = pytest.mark.gpu
 
 PACK = (300, 0, 1, 200, 63, 3)
-PROCESSES = 2
 
 
 def on_cpu(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -45,16 +48,21 @@ def assert_within_budgets_or_as_near_as_one_device(found, alone, expected, probl
         yield problems.relative_error(some[name], expected[name])
         yield from (error for _, _, error in problems.local_errors(name, some[name], expected[name], problem))
 
+    few_chunks = problems.small_pack_factor(problem)
     for name, tensor in found.items():
         assert torch.isfinite(tensor).all(), name
-        if name in ("dA_log", "ddt_bias"):
+        if name == "dA_log":
             continue
-        budget = problems.BUDGETS[regime]["final_state" if name == "dinitial_state" else name]
+        budget = problems.BUDGETS[regime][{"dinitial_state": "final_state", "ddt_bias": "dg"}.get(name, name)]
+        if name == "ddt_bias":  # as a whole: bf16 tiles cost single channels more
+            mine, yours = (problems.relative_error(some[name], expected[name]) for some in (found, alone))
+            assert mine <= max(budget * min(problems.LOCAL_FACTOR, few_chunks), 1.2 * yours), (name, mine, yours)
+            continue
         for index, (mine, yours) in enumerate(zip(errors(found, name), errors(alone, name))):
             limit = budget * (problems.LOCAL_FACTOR if index else 1)
             assert mine <= max(limit, 1.2 * yours), (name, index, mine, yours)
-    for mine, yours in zip(*(parameter_errors(some, expected, problem) for some in (found, alone))):
-        assert mine <= max(1.2 * yours, problems.PARAMETER_BUDGET)
+    mine, yours = (parameter_errors(some, expected, problem)[0] for some in (found, alone))
+    assert mine <= max(1.2 * yours, problems.PARAMETER_BUDGET * few_chunks)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -73,13 +81,13 @@ def test_exchanges_backwards_and_head_blocks_change_no_bit(layout, nan_poison, m
     problem = make_problem(PACK, heads=3, value_heads=6).to("cuda")
     expected = attention(problem, partition, KcpOptions(exchange="all_gather", backward="saved"))
     group_bytes = 2 * tile_bytes_per_head(ParallelPlan(partition).most_chunks, 64, 2, states=2, values=2)
-    for exchange, backward, limit, hop_bytes in (
-        ("spread", "saved", None, passes.HOP_BYTES),
+    for exchange, backward, limit, hide_bytes in (
+        ("spread", "saved", None, passes.HIDE_BYTES),
         ("relay", "replay", None, 1),
         ("spread", "replay", group_bytes, 1),
         ("relay", "saved", 2 * group_bytes, 1),
     ):
-        monkeypatch.setattr(passes, "HOP_BYTES", hop_bytes)
+        monkeypatch.setattr(passes, "HIDE_BYTES", hide_bytes)
         options = KcpOptions(exchange=exchange, backward=backward, workspace_limit=limit)
         found = attention(problem, partition, options)
         for mine, yours in zip(found.ranks, expected.ranks):
@@ -146,33 +154,45 @@ def test_the_convolution_has_the_bits_of_one_device(layout, nan_poison):
 
 # ---- real processes --------------------------------------------------------------------------------------------------
 
-
-def check_in_process(rank: int, backend: str, path: str) -> None:
-    device = torch.device("cuda", rank if backend == "nccl" else 0)
-    torch.cuda.set_device(device)
-    dist.init_process_group(
-        backend, init_method=f"file://{path}", rank=rank, world_size=PROCESSES, timeout=timedelta(seconds=60)
-    )
-    problem = make_problem(PACK).to(device)
-    conv = conv_on_gpu(boundaries(PACK))
-    for layout, exchange in (("contiguous", "all_gather"), ("per_document_zigzag", "spread"), ("zigzag", "relay")):
-        partition = getattr(Partition, layout)(boundaries(PACK), PROCESSES)
-        ctx = KcpContext(partition, options=KcpOptions(exchange=exchange))
-        assert ctx.channel.backend_of(device) == backend
-        assert_same_bits(attention_of_rank(problem, ctx), attention(problem, partition).ranks[rank])
-        found = conv_call(conv, ctx=ctx, output_final_state=True)
-        assert_same_bits(found, convolution(conv, partition).ranks[rank])
-        assert {one.family for one in last_launches()} <= {"smxx", "sm90"}
-    torch.cuda.synchronize()
-    dist.destroy_process_group()
+WORLDS = {
+    "gloo": devices.World(2, "cuda", "gloo", 6_000),
+    "nccl": devices.World(2, "cuda", "nccl", None),
+}
+"""gloo stages through pinned memory, and its processes share one device; NCCL needs a device for each."""
 
 
-@pytest.mark.parametrize("backend", ["gloo", "nccl"])
-def test_processes_have_the_bits_of_virtual_ranks(backend, tmp_path):
-    """gloo stages through pinned memory, and its processes share one device; NCCL needs a device for each."""
-    if backend == "nccl" and torch.cuda.device_count() < PROCESSES:
-        pytest.skip(f"NCCL needs {PROCESSES} devices")
-    multiprocessing.spawn(check_in_process, args=(backend, str(tmp_path / "store")), nprocs=PROCESSES)
+@pytest.fixture(scope="module")
+def worlds():
+    """The results of all checks by backend, each run once, at its first use."""
+    return cache(lambda backend: devices.start(WORLDS[backend]))
+
+
+@pytest.mark.parametrize("check", [check.__name__ for check in devices.CHECKS])
+@pytest.mark.parametrize("backend", WORLDS)
+def test_real_processes(worlds, backend, check):
+    if backend == "nccl" and torch.cuda.device_count() < 2:
+        pytest.skip("NCCL needs two devices")
+    failed = worlds(backend)[check]
+    assert not failed, "\n".join(f"rank {rank}:\n{text}" for rank, text in failed.items())
+
+
+def test_the_demo_on_two_ranks_has_the_loss_of_one(tmp_path):
+    """With a device each the ranks talk through NCCL, with one device through gloo."""
+    alone, shared = (demo(tmp_path, *ranks) for ranks in ([], ["--ranks", "2", "--layout", "per_document_zigzag"]))
+    # Sums in another order, and bf16 tiles that begin elsewhere: 1e-3 of the loss after 12 steps.
+    assert shared["losses"] == pytest.approx(alone["losses"], rel=1e-2)
+    assert shared["losses"][-1] < shared["losses"][0]
+
+
+def demo(folder: Path, *more: str) -> dict:
+    text = folder / "verse.txt"
+    text.write_text("".join(f"line {n}: the quick brown fox jumps over the lazy dog\n" for n in range(60)))
+    small = ["--steps", "12", "--tokens", "192", "--max-length", "60", "--layers", "1", "--heads", "1"]
+    where = ["--device", "cuda", "--text", str(text), "--out", str(folder / "loss.png"), "--json"]
+    command = [sys.executable, "-m", "cake_kda_jit", "demo", *small, *where, *more]
+    done = subprocess.run(command, cwd=devices.ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 def test_nccl_of_one_rank(tmp_path, nan_poison):
@@ -180,7 +200,13 @@ def test_nccl_of_one_rank(tmp_path, nan_poison):
     try:
         partition = Partition.contiguous(boundaries(PACK), 1)
         problem = make_problem(PACK).to("cuda")
-        found = attention_of_rank(problem, KcpContext(partition))
-        assert_same_bits(found, problems.run(chunk_kda, problem, output_final_state=True))
+        ctx = KcpContext(partition)
+        assert_same_bits(attention_of_rank(problem, ctx), problems.run(chunk_kda, problem, output_final_state=True))
+        # These exchange with all ranks, in a collective without a message.
+        assert torch.equal(gather(problem.inputs["q"], ctx), problem.inputs["q"])
+        parameter = torch.zeros(3, device="cuda", requires_grad=True)
+        parameter.grad = torch.ones_like(parameter)
+        reduce_parameter_gradients(ctx, parameter)
+        assert parameter.grad.tolist() == [1.0] * 3 and not ctx.channel._ahead
     finally:
         dist.destroy_process_group()

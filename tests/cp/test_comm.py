@@ -1,0 +1,75 @@
+"""How a channel follows exchanges that a device's stream waits for: with events in place of a device's."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+import pytest
+import torch
+
+from cake_kda_jit import CommunicationError
+from cake_kda_jit.cp import comm
+from cake_kda_jit.cp.comm import TorchChannel
+
+
+class Event:
+    """Is over after some queries, or never."""
+
+    def __init__(self, queries: float = 0) -> None:
+        self.queries = queries
+
+    def query(self) -> bool:
+        self.queries -= 1
+        return self.queries < 0
+
+
+class Group:
+    """Counts how often its backend is given up."""
+
+    def __init__(self) -> None:
+        self.aborted = 0
+
+    def _get_backend(self, device):
+        return self
+
+    def abort(self) -> None:
+        self.aborted += 1
+
+
+@pytest.fixture
+def channel() -> TorchChannel:
+    made = object.__new__(TorchChannel)
+    made.rank, made.world_size, made.timeout, made.group = 1, 2, 0.2, Group()
+    made._ahead = deque()
+    return made
+
+
+DEVICE = torch.device("cuda", 0)
+
+
+def test_the_host_stays_ahead_by_a_few_exchanges(channel):
+    slow = Event(3)
+    channel.follow("first", DEVICE, slow)
+    for number in range(comm.MOST_AHEAD - 1):
+        channel.follow(f"exchange {number}", DEVICE, Event(float("inf")))
+    assert slow.queries == 3, "nothing was waited for"
+    channel.follow("one more", DEVICE, Event())
+    assert slow.queries < 0 and len(channel._ahead) == comm.MOST_AHEAD
+
+
+def test_settling_waits_for_all(channel):
+    events = [Event(2) for _ in range(comm.MOST_AHEAD)]
+    for event in events:
+        channel.follow("exchange", DEVICE, event)
+    channel.settle()
+    assert not channel._ahead and all(event.queries < 0 for event in events)
+
+
+def test_an_exchange_that_does_not_end_is_an_error_and_the_group_is_given_up(channel):
+    channel.follow("exchange 7", DEVICE, Event(float("inf")))
+    begin = time.monotonic()
+    with pytest.raises(CommunicationError, match="rank 1 of 2: the exchange 'exchange 7' failed: .*timeout=0.2 s"):
+        channel.settle()
+    assert 0.2 <= time.monotonic() - begin < 5
+    assert channel.group.aborted == 1 and not channel._ahead
