@@ -1,14 +1,15 @@
 #!/bin/sh
-# Build every shipped record for every CUDA target and print a table of resources. Run by hand before a release: it
-# takes minutes, needs no GPU, and installs its own nvcc, so no CUDA toolkit is needed either.
+# Build every shipped record for every CUDA target; print a table of resources, and every atomic instruction with its
+# reason. Run by hand before a release: it takes minutes, needs no GPU, and installs its own nvcc and disassembler, so no
+# CUDA toolkit is needed either.
 #
 #   sh tests/architectures.sh OUT_DIR [TARGET...]
 #
-# OUT_DIR gets the compiler, the cache and the prebuilt directories. Exit code 1 if a record fails for a target, and 2
-# for wrong use. PYTHON names the interpreter, JOBS the compilations at a time.
+# OUT_DIR gets the compiler, the cache and the prebuilt directories. Exit code 1 if a record fails for a target or an
+# atomic has no reason, and 2 for wrong use. PYTHON names the interpreter, JOBS the compilations at a time.
 set -eu
 if [ $# -lt 1 ]; then
-  sed -n '5p' "$0" | sed 's/^# *//' >&2
+  sed -n '6p' "$0" | sed 's/^# *//' >&2
   exit 2
 fi
 mkdir -p "$1"
@@ -26,6 +27,7 @@ status=0
 "$python" -m cake_kda_jit prebuild --manifest build.json --arch "$@" --out "$out/prebuilt" --keep-going \
   ${JOBS:+--jobs "$JOBS"} || status=1
 "$python" -m cake_kda_jit report --dir "$out/prebuilt"
+"$python" -m tests.atomics "$out/prebuilt" || status=1
 echo
 echo "target  kernels built"
 for target in "$@"; do

@@ -18,6 +18,8 @@ from .core import print_table
 
 DIRECTORY = Path("docs/measurements")
 SMALL = ("--shapes", "256,2,1,strong", "--runs", "2")
+SMALL_RANKS = ("--heads", "2", "--head-dim", "64", "--tokens", "900", "--runs", "2")
+ONE_TABLE_ROW = ("--packs", "Q1", "--cp", "2", "--layouts", "zigzag", "--sessions", "1")
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,9 @@ MEASUREMENTS = (
     Measurement("backward", ("cuda",), smoke=SMALL),
     Measurement("walk", ("cuda",), smoke=("--segments", "8", "--heads", "2", "--runs", "2")),
     Measurement("conv", ("cuda",), smoke=("--shapes", "256x128", "--layouts", "4 documents", "--runs", "2")),
+    Measurement("cp", ("cuda",), ("--device", "cuda", "--workspace-limit", "16e9"), (*SMALL_RANKS, *ONE_TABLE_ROW)),
+    Measurement("cp", ("cpu",), ("--device", "cpu", *SMALL_RANKS), ONE_TABLE_ROW),
+    Measurement("virtual_time", ("cuda",), smoke=("--tokens", "900", "--heads", "2", "--runs", "1")),
     Measurement("timing", ("cpu",), smoke=("--tokens", "64", "--runs", "1"), file="cpu_timing.json"),
     Measurement("host", ("cuda",), smoke=("--tokens", "64", "--heads", "2", "--hidden", "128", "--runs", "3")),
     Measurement(

@@ -1,9 +1,11 @@
 """The speed and memory of a training step of chunk_kda on a CUDA device, whole and program by program.
 
 Run ``python -m cake_kda_jit.bench backward [--shapes T,H,DOCUMENTS,GATES ...] [--modes saved replay]
-[--workspace-limit BYTES] [--json FILE]``.
+[--peers fla,cudnn] [--workspace-limit BYTES] [--json FILE]``. The arms of a shape run in turn, on the same tensors.
 A row of a whole step has in ``bytes`` the memory that it needs beside what was allocated before its forward: context,
-workspace, o and the gradients. A program's row has the memory traffic that the program states.
+workspace, o and the gradients; its error is that of the worst gradient against FP64, for two heads of the first
+document's beginning. A program's row has the memory traffic that the program states. Figures of other libraries that
+were recorded earlier stand beside, marked so.
 """
 
 from __future__ import annotations
@@ -17,9 +19,13 @@ import torch
 
 from ..ops.api import chunk_kda
 from ..ops.problem import CHUNK_TOKENS, KdaOptions
+from ..reference import chunk_kda_reference_backward
 from ..runtime.launch import last_launches
+from . import peers
 from .core import Arm, Row, Times, measure, print_table, write_report
-from .forward import HEAD_DIM, Shape, make_inputs
+from .forward import HEAD_DIM, Shape, make_inputs, some_heads
+from .peers import Call
+from .problems import relative_error
 
 SHAPES = (
     "8192,96,1,strong",
@@ -31,12 +37,15 @@ SHAPES = (
 )
 MODES = ("saved", "replay")
 CHECKPOINT_TOKENS = 512
+CHECKED_TOKENS = 2048
+"""Of the first document, compared with FP64: every gradient of the first and the last head."""
 SEGMENT_TOKENS = 2048
 """What documents are cut into where the shape's heads are few: the default of the segment rule."""
 
-# Bytes of a token: its channels in bf16; its share of a chunk's [V, K] and [64, 64] in bf16 and of its [K] in fp32; its
-# share of a segment's [K, V] in fp32.
+# Bytes of a token: its channels in bf16, and in the two parts of v' and of z; its share of a chunk's [V, K] and
+# [64, 64] in bf16 and of its [K] in fp32; its share of a segment's [K, V] in fp32.
 ROW = 2 * HEAD_DIM
+VALUE_ROW, GRADIENT_ROW = 4 * HEAD_DIM, 3 * HEAD_DIM
 STATE_TILE = 2 * HEAD_DIM * HEAD_DIM // CHUNK_TOKENS
 SQUARE = 2 * CHUNK_TOKENS
 DECAY = 4 * HEAD_DIM // CHUNK_TOKENS
@@ -52,39 +61,79 @@ def stated_bytes(mode: str) -> dict[str, float]:
     replays = mode == "replay"
     checkpoints = 4 * HEAD_DIM * HEAD_DIM / CHECKPOINT_TOKENS
     tiles = 3 * ROW + 2 * SQUARE + DECAY
-    kept = checkpoints if replays else STATE_TILE + ROW
+    kept = checkpoints if replays else STATE_TILE + VALUE_ROW
     inputs = 3 * ROW + 2
     again = tiles - (SQUARE if replays else 2 * SQUARE)
-    replay = (2 * ROW + SQUARE + DECAY) + ROW + 2 + STATE_TILE + ROW + checkpoints
+    replay = (2 * ROW + SQUARE + DECAY) + ROW + 2 + STATE_TILE + VALUE_ROW + checkpoints
     summary = 2 * ROW + SQUARE + DECAY + 2
     return {
         "chunk_prepare": inputs + tiles + inputs + again,
         "segment_summary": 2 * summary + ROW + (tiles + ROW + 2) + 3 * MATRIX_SHARE,
         "transfer_walk": 6 * MATRIX_SHARE,
         "chunk_scan": tiles + 2 * ROW + 2 + kept,
-        "grad_scan": tiles + ROW + 2 + STATE_TILE + ROW + (replay if replays else 0),
-        "chunk_grad": 5 * ROW + 2 + 2 * STATE_TILE + 2 * ROW + 4 * ROW + 2 + 8,
+        "grad_scan": tiles + ROW + 2 + STATE_TILE + GRADIENT_ROW + (replay if replays else 0),
+        "chunk_grad": 4 * ROW + 2 + 2 * STATE_TILE + VALUE_ROW + GRADIENT_ROW + 4 * ROW + 2 + 8,
         "parameter_reduce": 8,
     }
 
 
-def make_step(shape: Shape, mode: str, device: torch.device, workspace_limit: int | None = None) -> Callable[[], None]:
+def options_of(mode: str, workspace_limit: int | None) -> KdaOptions:
+    """Return the options of a mode."""
+    return KdaOptions(backward=mode, checkpoint_tokens=CHECKPOINT_TOKENS, workspace_limit=workspace_limit)
+
+
+def our_call(tensors: list[torch.Tensor], keywords: dict[str, object], options: KdaOptions) -> Call:
+    """Return chunk_kda with some options as a call."""
+    parameters = tuple(keywords[name] for name in ("A_log", "dt_bias") if name in keywords)
+
+    def run(*inputs: torch.Tensor) -> torch.Tensor:
+        return chunk_kda(*inputs, **keywords, options=options)[0][0]
+
+    return Call("cake_kda_jit", tuple(tensors), run, keywords, parameters)
+
+
+def make_step(call: Call) -> Callable[[], None]:
     """Return a function that runs one forward and backward; every tensor that can gets a gradient, and frees it."""
-    tensors, keywords = make_inputs(shape, device)
-    parameters = {name: keywords[name] for name in ("A_log", "dt_bias") if name in keywords}
-    leaves = [*tensors, *parameters.values()]
+    leaves = (*call.inputs, *call.parameters)
     for leaf in leaves:
         leaf.requires_grad_()
-    options = KdaOptions(backward=mode, checkpoint_tokens=CHECKPOINT_TOKENS, workspace_limit=workspace_limit)
-    gradient = torch.randn_like(tensors[2])
+    v = call.inputs[2]
+    gradient = torch.randn_like(v.view(v.shape[-3:]))
 
     def step() -> None:
-        o, _ = chunk_kda(*tensors, **keywords, options=options)
-        o.backward(gradient)
+        call.run(*call.inputs).backward(gradient)
         for leaf in leaves:
             leaf.grad = None
 
     return step
+
+
+def gradient_error(call: Call, tokens: int) -> float:
+    """Return the worst relative error of dq, dk, dv, dg and dbeta, of two heads of the first tokens of a document.
+
+    do is 0 behind them, so the document may as well end there: what follows has no part in these gradients.
+    """
+    for tensor in call.inputs:
+        tensor.requires_grad_()
+    o = call.run(*call.inputs)
+    heads = [0, o.shape[1] - 1]
+    do = torch.zeros_like(o)
+    do[:tokens] = torch.randn_like(do[:tokens])
+    o.backward(do)
+
+    def part(tensor: torch.Tensor) -> torch.Tensor:
+        batch = tensor.detach() if call.inputs[0].dim() == 4 else tensor.detach()[None]
+        return batch[:, :tokens, heads].double()
+
+    last = do[None, :tokens, heads].double()
+    exact = chunk_kda_reference_backward(*map(part, call.inputs), do=last, **some_heads(call.keywords, heads))
+    errors = []
+    for tensor, expected in zip(call.inputs, (exact.dq, exact.dk, exact.dv, exact.dg, exact.dbeta)):
+        errors.append(relative_error(part(tensor.grad), expected))
+        tensor.grad = None
+    for parameter in call.parameters:
+        parameter.grad = None
+    return max(errors)
 
 
 def extra_bytes(step: Callable[[], None], device: torch.device) -> int:
@@ -118,32 +167,51 @@ def program_times(step: Callable[[], None], runs: int) -> dict[str, Times]:
     }
 
 
-def rows_of(shape: Shape, mode: str, device: torch.device, runs: int, workspace_limit: int | None = None) -> list[Row]:
-    """Return the row of a whole step, then one per program, by falling time."""
-    step = make_step(shape, mode, device, workspace_limit)
-    step()
-    engine = ", ".join(f"{one.family}/{one.program}" for one in last_launches())
-    memory = extra_bytes(step, device)
-    times = measure([Arm(mode, engine, step)], device, runs=runs)[mode]
-    rows = [Row(shape.name, mode, engine, times, memory)]
-    stated = stated_bytes(mode)
-    for program, spent in sorted(program_times(step, 3).items(), key=lambda item: -item[1].median):
-        traffic = int(stated[program] * shape.tokens * shape.heads) if program in stated else None
-        rows.append(Row(shape.name, f"{mode}: {program}", program, spent, traffic))
+def rows_of(shape: Shape, device: torch.device, options: argparse.Namespace, names: list[str]) -> list[Row]:
+    """Return the rows of whole steps, ours in each mode and the peers', then those of our programs, by falling time."""
+    tensors, keywords = make_inputs(shape, device)
+    calls = {mode: our_call(tensors, keywords, options_of(mode, options.workspace_limit)) for mode in options.modes}
+    others = peers.make_calls(names, tensors, keywords, shape.boundaries())
+    tokens, arms = min(CHECKED_TOKENS, shape.boundaries()[1]), []
+    for name, call in (calls | others).items():
+        step = make_step(call)
+        step()  # compiles, and tunes where a peer does
+        engine = f"{call.library}; {peers.kernels_of(step)}" if name in others else _programs()
+        memory = extra_bytes(step, device)
+        arms.append(Arm(name, engine, step, memory, gradient_error(call, tokens)))
+    times = measure(arms, device, runs=options.runs)
+    rows = [Row(shape.name, arm.name, arm.engine, times[arm.name], arm.bytes, arm.error) for arm in arms]
+    rows += peers.recorded_rows(peers.STEP, shape.name, times)
+    for arm in arms[: len(calls)]:
+        stated = stated_bytes(arm.name)
+        for program, spent in sorted(program_times(arm.run, 3).items(), key=lambda item: -item[1].median):
+            traffic = int(stated[program] * shape.token_heads) if program in stated else None
+            rows.append(Row(shape.name, f"{arm.name}: {program}", program, spent, traffic))
     return rows
 
 
+def _programs() -> str:
+    """What the last backward launched."""
+    return ", ".join(f"{one.family}/{one.program}" for one in last_launches())
+
+
 def print_rows(shape: Shape, rows: list[Row]) -> None:
-    """Print a table of one shape and mode: ms, ns per token-head, and memory or the traffic that was achieved."""
+    """Print one shape: ms, ns per token-head, memory or the traffic achieved, error, how often the first arm fits."""
     lines = []
     for row in rows:
-        per_token_head = 1e6 * row.ms.median / (shape.tokens * shape.heads)
-        if ":" not in row.arm:
-            note = f"{1e-9 * row.bytes:.2f} GB of memory"
+        per_token_head = f"{1e6 * row.ms.median / shape.token_heads:.3f}"
+        if row.bytes is None:
+            note = "-"
+        elif ":" in row.arm:
+            note = f"{1e-6 * row.bytes / row.ms.median:.0f} GB/s"
         else:
-            note = f"{1e-6 * row.bytes / row.ms.median:.0f} GB/s" if row.bytes else "-"
-        lines.append([row.case, row.arm, f"{row.ms.median:.3f}", f"{per_token_head:.3f}", note])
-    print_table(["case", "arm", "ms", "ns per token-head", "memory, or stated bytes / time"], lines)
+            note = f"{1e-9 * row.bytes:.2f} GB of memory"
+        error = "-" if row.error is None else f"{row.error:.1e}"
+        ratio = f"{row.ms.median / rows[0].ms.median:.2f}"
+        lines.append([row.arm, f"{row.ms.median:.3f}", per_token_head, note, error, ratio])
+    print(f"\n{shape.name}\n")
+    head = ["arm", "ms", "ns per token-head", "memory, or stated bytes / time", "error", f"times {rows[0].arm}"]
+    print_table(head, lines)
 
 
 def main(argv: list[str]) -> int:
@@ -151,20 +219,22 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="cake-kda-jit bench backward", description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), type=Shape.parse, help="T,H,documents,gates")
     parser.add_argument("--modes", nargs="+", default=MODES, choices=MODES)
+    parser.add_argument("--peers", default="", help=f"of {', '.join(peers.PACKAGES)}, with commas between")
     parser.add_argument("--workspace-limit", type=int, help="bytes of scratch; else the default of chunk_kda")
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--json", type=Path, help="write the rows here")
     arguments = parser.parse_args(argv)
+    names = peers.names_of(parser, arguments.peers)
     if not torch.cuda.is_available():
         parser.error("a training step's speed is measured on a CUDA device; none was found")
     device = torch.device("cuda", torch.cuda.current_device())
     rows: list[Row] = []
     for shape in (Shape.parse(shape) if isinstance(shape, str) else shape for shape in arguments.shapes):
-        for mode in arguments.modes:
-            found = rows_of(shape, mode, device, arguments.runs, arguments.workspace_limit)
-            print_rows(shape, found)
-            rows += found
+        found = rows_of(shape, device, arguments, names)
+        print_rows(shape, found)
+        rows += found
     if arguments.json:
-        what = "chunk_kda forward and backward, K = V = 128, bf16"
+        beside = f", beside {', '.join(names)}" if names else ""
+        what = f"chunk_kda forward and backward, K = V = 128, bf16{beside}"
         write_report(arguments.json, what, "cake_kda_jit.bench backward", device, rows)
     return 0

@@ -40,11 +40,11 @@ class Arm:
 
 @dataclass(frozen=True)
 class Times:
-    """Milliseconds over ``runs`` runs."""
+    """Milliseconds over ``runs`` runs; of runs that were recorded elsewhere perhaps the median alone."""
 
     median: float
-    min: float
-    max: float
+    min: float | None
+    max: float | None
     runs: int
 
 
@@ -154,12 +154,12 @@ def commit() -> str:
     return reference.read_text().strip() if reference.is_file() else "unknown"
 
 
-def write_report(path: Path, what: str, script: str, device: torch.device, rows: Sequence[Any]) -> None:
-    """Write rows as ``docs/measurements/*.json`` hold them: schema 1, with machine, commit and date.
+def make_report(what: str, script: str, device: torch.device, rows: Sequence[Any]) -> dict[str, Any]:
+    """Return rows as ``docs/measurements/*.json`` hold them: schema 1, with machine, commit and date.
 
     A row is a ``Row`` or an instance of another dataclass.
     """
-    report = {
+    return {
         "schema": 1,
         "what": what,
         "script": script,
@@ -168,13 +168,21 @@ def write_report(path: Path, what: str, script: str, device: torch.device, rows:
         "machine": machine(device),
         "rows": [asdict(row) for row in rows],
     }
+
+
+def write_report(path: Path, what: str, script: str, device: torch.device, rows: Sequence[Any]) -> None:
+    """Write what ``make_report`` makes."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(make_report(what, script, device, rows), indent=1) + "\n", encoding="utf-8")
+
+
+def table_text(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table, each line with its end."""
+    lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
+    lines += ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join(lines) + "\n"
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a Markdown table."""
-    print("| " + " | ".join(header) + " |")
-    print("|---" * len(header) + "|")
-    for row in rows:
-        print("| " + " | ".join(row) + " |")
+    print(table_text(header, rows), end="")

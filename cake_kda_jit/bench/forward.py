@@ -2,7 +2,7 @@
 
 Run ``python -m cake_kda_jit.bench forward [--shapes T,H,DOCUMENTS,GATES ...] [--peers fla,cudnn] [--json FILE]``. The
 arms of a shape run in turn, on the same tensors. Each one's o is compared with the chunk form in FP64 for two heads of
-the first document's beginning.
+the first document's beginning. Figures of other libraries that were recorded earlier stand beside, marked so.
 """
 
 from __future__ import annotations
@@ -98,11 +98,16 @@ def exact_slice(tensors: list[torch.Tensor], keywords: dict[str, object], tokens
     """Return o of the first and the last head of the pack's first tokens, one document, in FP64."""
     heads = [0, tensors[0].shape[2] - 1]
     inputs = [tensor[:, :tokens, heads].double() for tensor in tensors]
+    return chunk_kda_reference(*inputs, **some_heads(keywords, heads))[0][0]
+
+
+def some_heads(keywords: dict[str, object], heads: list[int]) -> dict[str, object]:
+    """Return the keyword arguments of the reference for some heads, without the plan."""
     given = {name: value for name, value in keywords.items() if name != "plan"}
     if "A_log" in given:
         bias = given["dt_bias"].view(-1, HEAD_DIM)
         given |= {"A_log": given["A_log"][heads].double(), "dt_bias": bias[heads].double()}
-    return chunk_kda_reference(*inputs, **given)[0][0]
+    return given
 
 
 def our_arm(tensors: list[torch.Tensor], keywords: dict[str, object]) -> Arm:
@@ -125,12 +130,13 @@ def rows_of(shape: Shape, names: list[str], runs: int, device: torch.device) -> 
     """Return a row per arm: ours and those of the peers that are named."""
     tensors, keywords = make_inputs(shape, device)
     boundaries = shape.boundaries()
-    arms = [our_arm(tensors, keywords), *peers.describe(peers.make_arms(names, tensors, keywords, boundaries))]
+    arms = [our_arm(tensors, keywords), *peers.describe(peers.make_calls(names, tensors, keywords, boundaries))]
     tokens = min(CHECKED_TOKENS, boundaries[1])
     expected = exact_slice(tensors, keywords, tokens)
     arms = [replace(arm, error=relative_error(arm.run()[:tokens, [0, -1]], expected)) for arm in arms]
     times = measure(arms, device, runs=runs)
-    return [Row(shape.name, arm.name, arm.engine, times[arm.name], arm.bytes or None, arm.error) for arm in arms]
+    rows = [Row(shape.name, arm.name, arm.engine, times[arm.name], arm.bytes or None, arm.error) for arm in arms]
+    return rows + peers.recorded_rows(peers.FORWARD, shape.name, times)
 
 
 def print_rows(shape: Shape, rows: list[Row]) -> None:
@@ -139,8 +145,9 @@ def print_rows(shape: Shape, rows: list[Row]) -> None:
     for row in rows:
         rate = f"{row.bytes / row.ms.median * 1e-9:.2f}" if row.bytes else "-"
         per_token_head = f"{1e6 * row.ms.median / shape.token_heads:.3f}"
+        error = "-" if row.error is None else f"{row.error:.1e}"
         ratio = f"{row.ms.median / rows[0].ms.median:.2f}"
-        lines.append([row.arm, f"{row.ms.median:.3f}", per_token_head, rate, f"{row.error:.1e}", ratio, row.engine])
+        lines.append([row.arm, f"{row.ms.median:.3f}", per_token_head, rate, error, ratio, row.engine])
     print(f"\n{shape.name}\n")
     print_table(["arm", "ms", "ns per token-head", "stated TB/s", "error of o", "times ours", "engine"], lines)
 
@@ -153,10 +160,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--json", type=Path, help="write the rows here")
     arguments = parser.parse_args(argv)
-    names = [name for name in arguments.peers.split(",") if name]
-    unknown = sorted(set(names) - peers.PACKAGES.keys())
-    if unknown:
-        parser.error(f"--peers names {', '.join(unknown)}; there are {', '.join(peers.PACKAGES)}")
+    names = peers.names_of(parser, arguments.peers)
     if not torch.cuda.is_available():
         parser.error("the forward's speed is measured on a CUDA device; none was found")
     device = torch.device("cuda", torch.cuda.current_device())

@@ -1,7 +1,7 @@
-"""docs/performance.md and the README's table, made from the files in docs/measurements.
+"""docs/performance.md, the README's table and those of docs/numerics.md, made from the files in docs/measurements.
 
-Run ``python -m cake_kda_jit.bench performance [--write | --check]``; without either it prints the page. Every number
-comes from a file, with its machine, versions, date, commit, runs and spread.
+Run ``python -m cake_kda_jit.bench performance [--write | --check]``; without either it prints docs/performance.md.
+Every number comes from a file, with its machine, versions, date, commit, runs and spread.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ..errors import ConfigError
 from ..paths import PACKAGE_DIR, data_dir
+from .numerics import with_tables
 from .performance_kinds import FACTORS, HIGHLIGHTS, KINDS, Json, Kind
 
 BEGIN, END = "<!-- performance: written by `bench performance` -->\n", "<!-- /performance -->\n"
@@ -60,11 +61,16 @@ def current_and_earlier(reports: dict[str, Json]) -> tuple[list[str], list[str]]
     return sorted(kept), sorted(set(reports) - set(kept))
 
 
-def section(script: str, reports: dict[str, Json]) -> str:
-    """Return a section: a table per file of one script."""
+def section(script: str, reports: dict[str, Json], others: dict[str, Json] | None = None) -> str:
+    """Return a section: a table per file of one script; ``others`` are all files, for what is shown beside."""
     kind = KINDS.get(script, Kind(script))
     parts = [f"## {kind.title}", *filter(None, ["\n".join(map(_wrapped, kind.intro.splitlines()))])]
     for name, report in reports.items():
+        if kind.body is not None:
+            texts = kind.body(name, report, others or {}).split("\n\n")
+            texts = [text if text.startswith("|") else _wrapped(text) for text in texts]
+            parts += [f"### {report['what']}", _wrapped(_origin(name, report)), *texts]
+            continue
         rows = [row for row in report["rows"] if kind.shows(row)]
         head = ("case", "arm", f"median, {kind.unit}", "spread", "runs", *kind.columns)
         lines = [_cells(row, kind) + kind.cells(row, report) for row in rows]
@@ -88,9 +94,9 @@ def number(value: float) -> str:
 
 
 def spread(row: Json) -> str:
-    """Return how far the slowest run lies above the fastest; one run has none."""
+    """Return how far the slowest run lies above the fastest; one run has none, nor has a median recorded elsewhere."""
     ms = row["ms"]
-    return "-" if ms["runs"] < 2 else f"{ms['max'] / ms['min'] - 1:.0%}"
+    return "-" if ms["runs"] < 2 or ms.get("min") is None else f"{ms['max'] / ms['min'] - 1:.0%}"
 
 
 def _origin(name: str, report: Json) -> str:
@@ -125,7 +131,7 @@ def page(reports: dict[str, Json]) -> str:
     scripts = {script_of(reports[name]): None for name in current}
     for script in sorted(scripts, key=lambda script: [*KINDS, script].index(script)):
         own = {name: reports[name] for name in current if script_of(reports[name]) == script}
-        parts.append(section(script, own))
+        parts.append(section(script, own, reports))
     if earlier:
         found = ((f"[{name}](measurements/{name})", reports[name]) for name in earlier)
         rows = [[link, one["what"], one["machine"]["device"], one["date"]] for link, one in found]
@@ -172,12 +178,14 @@ def with_table(text: str, table: str) -> str:
 
 
 def outdated(root: Path) -> dict[Path, str]:
-    """Return what the page and the README should be, for those of them that are not."""
-    reports = read_reports(root / "docs" / "measurements")
-    readme = root / "README.md"
+    """Return what the pages and the README should be, for those of them that are not."""
+    measurements = root / "docs" / "measurements"
+    reports = read_reports(measurements)
+    readme, numerics = root / "README.md", root / "docs" / "numerics.md"
     texts = {
         root / "docs" / "performance.md": page(reports),
         readme: with_table(readme.read_text(encoding="utf-8"), readme_table(reports)),
+        numerics: with_tables(numerics.read_text(encoding="utf-8"), measurements),
     }
     return {path: text for path, text in texts.items() if not path.exists() or path.read_text(encoding="utf-8") != text}
 
@@ -186,7 +194,7 @@ def main(argv: list[str]) -> int:
     """Print, write or check; returns 1 if ``--check`` finds one that is not current."""
     parser = argparse.ArgumentParser(prog="cake-kda-jit bench performance", description=__doc__.splitlines()[0])
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--write", action="store_true", help="write the page and the README's table")
+    what.add_argument("--write", action="store_true", help="write the pages and the README's table")
     what.add_argument("--check", action="store_true", help="exit with 1 if one of them is not current")
     options = parser.parse_args(argv)
     root = data_dir()

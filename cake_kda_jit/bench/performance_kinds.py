@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from . import performance_cp
 from .first_call import ARMS as FIRST_CALL_ARMS
 
 Json = dict[str, Any]
@@ -15,7 +16,10 @@ Cells = Callable[[Json, Json], list[str]]
 
 @dataclass(frozen=True)
 class Kind:
-    """How the files of one script are shown: ``cells(row, report)`` are the columns behind those of every table."""
+    """How the files of one script are shown: ``cells(row, report)`` are the columns behind those of every table.
+
+    ``body(name, report, reports)`` is what stands in the table's place, of one file beside all.
+    """
 
     title: str
     intro: str = ""
@@ -23,6 +27,7 @@ class Kind:
     cells: Cells = lambda row, report: [row.get("engine") or "-"]
     shows: Callable[[Json], bool] = lambda row: True
     unit: str = "ms"
+    body: Callable[[str, Json, dict[str, Json]], str] | None = None
 
 
 def _per_token_head(row: Json) -> str:
@@ -30,13 +35,24 @@ def _per_token_head(row: Json) -> str:
     return f"{1e6 * row['ms']['median'] / (int(sizes['T']) * int(sizes['H'])):.2f}"
 
 
-def _forward(row: Json, report: Json) -> list[str]:
+def _error(row: Json) -> str:
     error = row.get("error")
-    return [_per_token_head(row), "-" if error is None else f"{error:.1e}", row["engine"]]
+    return "-" if error is None else f"{error:.1e}"
+
+
+def _times_ours(row: Json, report: Json) -> str:
+    """How often our arm, the first of each case, fits into a row's time."""
+    ours = next(other for other in report["rows"] if other["case"] == row["case"])
+    return f"{row['ms']['median'] / ours['ms']['median']:.2f}"
+
+
+def _forward(row: Json, report: Json) -> list[str]:
+    return [_per_token_head(row), _times_ours(row, report), _error(row), row["engine"]]
 
 
 def _backward(row: Json, report: Json) -> list[str]:
-    return [_per_token_head(row), f"{row['bytes'] / 1e9:.2f}"]
+    memory = "-" if row["bytes"] is None else f"{row['bytes'] / 1e9:.2f}"
+    return [_per_token_head(row), _times_ours(row, report), memory, _error(row)]
 
 
 def _walk(row: Json, report: Json) -> list[str]:
@@ -66,15 +82,15 @@ KINDS = {
     "forward": Kind(
         "Forward",
         "`chunk_kda` without gradients. *Strong* gates are bounded by -5, *weak* ones lie in [-0.01, 0]. The error is "
-        "the relative Frobenius error against FP64, of two heads.",
-        ("ns per token and head", "error of o", "engine"),
+        "the relative Frobenius error against FP64, of two heads. *Recorded* arms are those of the last section.",
+        ("ns per token and head", "times ours", "error of o", "engine"),
         _forward,
     ),
     "backward": Kind(
         "Training step",
-        "`chunk_kda` forward and backward, all gradients; memory is the step's peak beside its inputs. The files have "
-        "the time of each program too.",
-        ("ns per token and head", "memory, GB"),
+        "`chunk_kda` forward and backward, all gradients; memory is the step's peak beside its inputs, the error that "
+        "of the worst gradient, of two heads. The files have the time of each program too.",
+        ("ns per token and head", "times saved", "memory, GB", "error"),
         _backward,
         lambda row: ":" not in row["arm"],
     ),
@@ -92,6 +108,7 @@ KINDS = {
         ("TB/s", "of the copy's bandwidth"),
         _conv,
     ),
+    "cp": Kind("Context parallel", performance_cp.INTRO, body=performance_cp.body),
     "first_call": Kind(
         "First call",
         "A training step of one layer in a fresh process, from the end of `import torch` on; or a whole process that "
@@ -104,6 +121,12 @@ KINDS = {
         "Host",
         "Until a call returns. On a CPU its kernels are in the time, on a GPU they are not.",
         unit="us",
+    ),
+    "recorded": Kind(
+        "Other libraries, recorded",
+        "Taken once and not in turn with our arms. The file says how.",
+        ("of", "engine"),
+        lambda row, report: [row.get("pass", "-"), row["engine"]],
     ),
     "timing": Kind(
         "CPU",

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..reference import recurrent_kda
+from ..reference import chunk_kda_reference, chunk_kda_reference_backward, recurrent_kda
 
 NAMES = ("q", "k", "v", "g", "beta")
 REGIMES = ("bounded", "softplus", "weak", "correlated")
@@ -39,6 +39,8 @@ LOCAL_FACTOR = 1.5
 """A document's or a head's own error may be this much above the budget: a global norm would hide a local fault."""
 PARAMETER_BUDGET = 3e-4
 """dA_log and ddt_bias are cancelling sums: their error is relative to the sum of absolute values."""
+PARAMETER_TOKENS = 1048
+"""The pack for which PARAMETER_BUDGET was stated."""
 
 
 @dataclass
@@ -123,12 +125,32 @@ def run(function, problem: Problem, dtype: torch.dtype | None = None, **extra) -
     }
     keywords = {**problem.keywords, **{n: t for n, t in leaves.items() if n not in NAMES}, **extra}
     o, final_state = function(*(leaves[name] for name in NAMES), cu_seqlens=problem.cu_seqlens, **keywords)
-    generator = torch.Generator().manual_seed(99)
-    do = torch.randn(o.shape, generator=generator, dtype=torch.float32).to(problem.inputs["q"].dtype)
-    dfinal_state = torch.randn(final_state.shape, generator=generator, dtype=torch.float32)
+    do, dfinal_state = output_gradients(o, final_state, problem.inputs["q"].dtype)
     torch.autograd.backward([o, final_state], [do.to(o), dfinal_state.to(final_state)])
     found = {"o": o.detach(), "final_state": final_state.detach()}
     return found | {"d" + name: leaf.grad for name, leaf in leaves.items()}
+
+
+def output_gradients(o: torch.Tensor, final_state: torch.Tensor, dtype: torch.dtype):
+    """Return do in a dtype and dfinal_state in fp32: always the same random ones for these shapes, on the CPU."""
+    generator = torch.Generator().manual_seed(99)
+    do = torch.randn(o.shape, generator=generator, dtype=torch.float32).to(dtype)
+    return do, torch.randn(final_state.shape, generator=generator, dtype=torch.float32)
+
+
+def chunk_reference(problem: Problem, *, gradients: bool = True) -> dict[str, torch.Tensor]:
+    """Return what ``reference`` does by the chunk form in FP64, on the problem's device: many times as fast."""
+    inputs = [problem.inputs[name].double() for name in NAMES]
+    keywords = {n: v.double() if isinstance(v, torch.Tensor) else v for n, v in problem.keywords.items()}
+    keywords["cu_seqlens"] = problem.cu_seqlens
+    o, final_state = chunk_kda_reference(*inputs, **keywords)
+    found = {"o": o, "final_state": final_state}
+    if gradients:
+        do, dfinal_state = output_gradients(o, final_state, problem.inputs["q"].dtype)
+        last = {"do": do.to(o), "dfinal_state": dfinal_state.to(o)}
+        back = chunk_kda_reference_backward(*inputs, **last, **keywords)
+        found |= {"d" + name: getattr(back, "d" + name) for name in problem.leaves()}
+    return found
 
 
 def reference(problem: Problem) -> dict[str, torch.Tensor]:
@@ -141,20 +163,58 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return ((found.double() - expected).norm() / expected.norm().clamp_min(1e-300)).item()
 
 
-def local_errors(name: str, found: torch.Tensor, expected: torch.Tensor, problem: Problem):
-    """Yield (document, head, error / scale); scale is the larger of the part's norm and the pack's rms share."""
+def small_pack_factor(problem: Problem) -> float:
+    """Return by how much a sum over the tokens of a pack below PARAMETER_TOKENS may exceed its budget.
+
+    Tiles of bf16 shift the terms of a chunk's tokens alike, those of different chunks independently. So the error of
+    the sum, relative to its terms, falls with the root of the number of chunks.
+    """
+    tokens = problem.inputs["q"].shape[:2].numel()
+    return max(1.0, PARAMETER_TOKENS / max(tokens, 1)) ** 0.5
+
+
+def random_sign_dbeta(expected: dict[str, torch.Tensor], problem: Problem) -> torch.Tensor:
+    """Return what ``|dbeta|`` of each token would be if its terms had random signs: the norm of the V terms.
+
+    With z = dv / beta and the error x = v - S^T k that a token corrects, the terms are z x and the slope of beta. The
+    state behind the token answers its key with v - (1 - beta |k|^2) x, which a run with k in place of q gives.
+    """
+    inputs = {name: tensor.double() for name, tensor in problem.inputs.items()}
+    keywords = {name: x.double() if isinstance(x, torch.Tensor) else x for name, x in problem.keywords.items()}
+    k, v, beta, slope = inputs["k"], inputs["v"], inputs["beta"], 1.0
+    norms = k.square().sum(-1)
+    if keywords.get("use_qk_l2norm_in_kernel"):
+        norms = norms / (norms + 1e-6)
+    if keywords.get("use_beta_sigmoid_in_kernel"):
+        most, sigmoid = 2.0 if keywords.get("allow_neg_eigval") else 1.0, beta.sigmoid()
+        beta, slope = most * sigmoid, most * sigmoid * (1.0 - sigmoid)
+    answers, _ = chunk_kda_reference(
+        k, k, v, inputs["g"], inputs["beta"], cu_seqlens=problem.cu_seqlens, **keywords | {"scale": 1.0}
+    )
+    norms = norms.repeat_interleave(v.shape[2] // k.shape[2], dim=2)
+    x = (v - answers) / (1.0 - beta * norms).unsqueeze(-1)
+    return slope * (expected["dv"] / beta.unsqueeze(-1) * x).norm(dim=-1)
+
+
+def local_errors(
+    name: str, found: torch.Tensor, expected: torch.Tensor, problem: Problem, terms: torch.Tensor | None = None
+):
+    """Yield (document, head, error / scale) of every part that has elements.
+
+    The scale is the largest of the part's norm, the pack's rms share and, if ``terms`` has one for each element of a
+    sum, the norm of the part's terms: what the part's own norm would be if they did not cancel.
+    """
     rms = expected.square().mean().sqrt()
     boundaries = problem.cu_seqlens.tolist() if problem.cu_seqlens is not None else None
+    tensors = (found, expected) if terms is None else (found, expected, terms)
     for document in range(len(boundaries) - 1 if boundaries else found.shape[0]):
         if name in ("final_state", "dinitial_state"):
-            parts = (found[document], expected[document])
+            parts = [tensor[document] for tensor in tensors]
         elif boundaries:
-            start, end = boundaries[document], boundaries[document + 1]
-            parts = (found[0, start:end].transpose(0, 1), expected[0, start:end].transpose(0, 1))
+            parts = [tensor[0, boundaries[document] : boundaries[document + 1]].transpose(0, 1) for tensor in tensors]
         else:
-            parts = (found[document].transpose(0, 1), expected[document].transpose(0, 1))
-        for head in range(parts[0].shape[0]):
-            one, other = parts[0][head].double(), parts[1][head]
-            if other.numel():
-                scale = max(other.norm(), rms * other.numel() ** 0.5)
-                yield document, head, ((one - other).norm() / scale.clamp_min(1e-300)).item()
+            parts = [tensor[document].transpose(0, 1) for tensor in tensors]
+        for head, (one, *others) in enumerate(zip(*parts)):
+            if one.numel():
+                scale = max(*(other.norm() for other in others), rms * one.numel() ** 0.5)
+                yield document, head, ((one.double() - others[0]).norm() / scale.clamp_min(1e-300)).item()

@@ -20,6 +20,7 @@ from ..ops.forward import context_dtype, context_shapes
 from ..ops.inputs import Inputs
 from ..ops.plan import Plan, make_plan
 from ..ops.problem import KdaOptions
+from ..programs.tile_fields import VALUE_ROWS
 from .core import Arm, Row, machine, measure, print_table, write_report
 from .problems import NAMES, Problem, make_problem
 
@@ -52,9 +53,9 @@ def kept_bytes(head_dim: int, backward: str, checkpoint_tokens: int, tile_bytes:
 
     For a long document without segments, whose M adds little; ``tile_bytes`` is the size of a tile's element.
     """
-    square, state, row = 64 * 64 * tile_bytes, head_dim * head_dim, 64 * head_dim * tile_bytes
+    square, state = 64 * 64 * tile_bytes, head_dim * head_dim
     if backward == "saved":  # Tinv, Aqk, h and v_new of each chunk
-        return (2 * square + state * tile_bytes + row) / 64
+        return (2 * square + (state + VALUE_ROWS[tile_bytes] * head_dim) * tile_bytes) / 64
     return square / 64 + state * 4 / checkpoint_tokens  # Tinv, and an fp32 state per interval
 
 

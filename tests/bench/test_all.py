@@ -9,7 +9,8 @@ import pytest
 from cake_kda_jit.bench import all as bench_all
 from cake_kda_jit.bench.command import MEASUREMENTS
 
-UNTIMED = {"all", "pairs", "performance", "precision", "training", "walk_precision"}
+UNTIMED = {"all", "determinism", "pairs", "performance", "precision", "training", "virtual_ranks"}
+UNTIMED |= {"exchanges", "walk_precision"}
 """What is no table of times, or is made of other files."""
 
 
@@ -36,9 +37,9 @@ def test_one_that_breaks_does_not_end_the_others(tmp_path, monkeypatch, capsys):
 
 
 def test_the_smoke_form_writes_a_file_each(tmp_path, capsys):
-    assert bench_all.main(["--device", "cpu", "--smoke", "--out", str(tmp_path), "--only", "timing", "host"]) == 0
+    assert bench_all.main(["--device", "cpu", "--smoke", "--out", str(tmp_path), "--only", "timing", "host", "cp"]) == 0
     files = {path.name: json.loads(path.read_text(encoding="utf-8")) for path in tmp_path.iterdir()}
-    assert set(files) == {"cpu_timing.json", "host_cpu.json"}
+    assert set(files) == {"cpu_timing.json", "host_cpu.json", "cp_cpu.json"}
     for report in files.values():
         assert report["schema"] == 1 and report["rows"]
-    assert capsys.readouterr().out.count("| written |") == 2
+    assert capsys.readouterr().out.count("| written |") == 3

@@ -12,6 +12,10 @@ from cake_kda_jit.bench.performance_kinds import KINDS
 from cake_kda_jit.errors import ConfigError
 from cake_kda_jit.paths import data_dir
 
+CP_ROW = {"pack": "Q1", "tokens": 1000, "documents": 4, "heads": 2, "cp": 4, "layout": "zigzag", "boundary": "B1",
+          "session": 1, "rank_ms": [2.0, 1.0, 1.0, 1.0], "exchange_ms": 0.1, "alone_ms": None,
+          "ahead": 1.0}  # fmt: skip
+
 
 def report(what="forward", device="NVIDIA H200", script="cake_kda_jit.bench forward", **row):
     machine = {"device": device, "driver": "1.2", "cuda": "13.0", "torch": "2.11"}
@@ -30,15 +34,30 @@ def test_the_page_and_the_readme_are_current():
 
 def test_a_row_states_its_number_spread_runs_and_origin():
     text = performance.page({"forward_h200.json": report()})
-    assert "| T 1000, H 2, 1 document | cake_kda_jit | 2.00 | 150% | 4 | 1000.00 | 1.0e-03 | smxx/chunk_scan |" in text
+    assert (
+        "| T 1000, H 2, 1 document | cake_kda_jit | 2.00 | 150% | 4 | 1000.00 | 1.00 | 1.0e-03 | smxx/chunk_scan |"
+        in text
+    )
     origin = "NVIDIA H200, driver 1.2, cuda 13.0, torch 2.11; 2026-01-02; commit not recorded;"
     assert f"{origin}\n[forward_h200.json](measurements/forward_h200.json)." in text
+
+
+@pytest.mark.parametrize("script", ["forward", "backward"])
+def test_a_recorded_row_has_its_ratio_and_no_spread_nor_error(script):
+    text = report(script=f"cake_kda_jit.bench {script}")
+    recorded = {"arm": "fla (recorded)", "ms": {"median": 5.0, "min": None, "max": None, "runs": 10}}
+    text["rows"].append({**text["rows"][0], **recorded, "bytes": None, "error": None})
+    [line] = (line for line in performance.page({"a.json": text}).splitlines() if "fla (recorded)" in line)
+    cells = [cell.strip() for cell in line.split("|")]
+    assert cells[3:8] == ["5.00", "-", "10", "2500.00", "2.50"] and cells[8:].count("-") == {"forward": 1}.get(
+        script, 2
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_shows_its_rows(kind):
     extra = {"walk": {"case": "64 segments, 2 heads, memory", "floor": 1.0}, "conv": {"arm": "copy"},
-             "first_call": {"records": 8, "jobs": 2, "load": 0.5}}.get(kind, {})  # fmt: skip
+             "first_call": {"records": 8, "jobs": 2, "load": 0.5}, "cp": CP_ROW}.get(kind, {})  # fmt: skip
     text = performance.page({"a.json": report(script=f"cake_kda_jit.bench.{kind}", **extra)})
     assert f"## {KINDS[kind].title}\n" in text and "[a.json](measurements/a.json)" in text
     head, rule, row = [line for line in text.splitlines() if line.startswith("|")]

@@ -10,7 +10,7 @@ import torch
 
 from cake_kda_jit import transfer_walk
 from cake_kda_jit.bench import walk_precision
-from cake_kda_jit.bench.walk_precision import CASES, make_summaries, walk_errors
+from cake_kda_jit.bench.walk_precision import CASES, make_summaries, make_walk, walk_errors
 from cake_kda_jit.catalog import registry
 from cake_kda_jit.programs.transfer_walk import FORMS
 
@@ -32,8 +32,8 @@ BOUNDS = {
 }
 
 
-def errors_of(form: str, M: torch.Tensor, B: torch.Tensor, **options) -> dict[int, float]:
-    return walk_errors(registry().get("transfer_walk", form, "cpu"), M, B, **options)
+def errors_of(form: str, M: torch.Tensor, B: torch.Tensor, transpose: bool) -> dict[int, float]:
+    return walk_errors(registry().get("transfer_walk", form, "cpu"), make_walk(M, B, transpose))
 
 
 @cache
@@ -50,7 +50,7 @@ def test_the_forms_are_those_of_the_program():
 @pytest.mark.parametrize("form", FORMS)
 def test_near_identity_segments_reproduce_the_table(form, transpose, head_dim):
     """Within a factor of 2, as the summaries are others: what truncation loses in a direction depends on its states."""
-    errors = errors_of(form, *summaries_of("near identity", head_dim), transpose=transpose)
+    errors = errors_of(form, *summaries_of("near identity", head_dim), transpose)
     assert DESIGNED[form] / 2 < errors[64] < 2 * DESIGNED[form]
     assert max(errors.values()) < 2 * DESIGNED[form]
     assert errors[256] < 1.2 * errors[16], "the error grows with the number of segments"
@@ -62,7 +62,7 @@ def test_near_identity_segments_reproduce_the_table(form, transpose, head_dim):
 def test_other_summaries_stay_within_the_bounds(form, case, transpose):
     segments = 256 if form == "bf16x3_hw64" else 64
     M, B = (tensor[:segments] for tensor in summaries_of(case))
-    errors = errors_of(form, M, B, transpose=transpose)
+    errors = errors_of(form, M, B, transpose)
     assert max(errors.values()) <= BOUNDS[form]
     assert errors[segments] < 1.2 * max(errors[1], errors[4]), "the error grows with the number of segments"
 

@@ -1,0 +1,152 @@
+"""Every shipped CUDA kernel once or a few times on a small problem: what ``tests/sanitize.sh`` runs its tools over.
+
+Results are checked too, but loosely: other files hold the budgets, here an access that goes wrong is looked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import pytest
+import torch
+
+from cake_kda_jit import KdaOptions, causal_conv1d, chunk_kda, make_plan
+from cake_kda_jit.bench import problems
+from cake_kda_jit.bench.problems import NAMES, Problem, make_problem, relative_error
+from cake_kda_jit.bench.walk import choose_records
+from cake_kda_jit.bench.walk_precision import make_walk, walk_errors
+from cake_kda_jit.catalog import registry
+from cake_kda_jit.reference import causal_conv1d_reference
+from cake_kda_jit.runtime.device import arch_of_device
+from cake_kda_jit.runtime.load import loaded_kernels
+
+from ..programs.walks import make_summaries
+
+pytestmark = pytest.mark.gpu
+
+LENGTHS = (130, 65, 1)
+TOLERANCE = 2e-2
+"""Five times what bf16 tiles cost, and a fiftieth of what one wrong row of 200 does."""
+ONE_GROUP = 5 << 19
+"""Bytes of scratch, enough for one group of heads: the other runs in further launches."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One step: what kernels are compiled for, and what they take different paths for."""
+
+    head_dim: int
+    dtype: torch.dtype = torch.bfloat16
+    family: str | None = None
+    regime: str = "bounded"
+    backward: str = "saved"
+    segment_tokens: int = 0
+    value_heads: int = 2
+    with_state: bool = True
+    dense: bool = True
+    limit: int | None = None
+
+    @property
+    def options(self) -> KdaOptions:
+        return KdaOptions(self.backward, 128, self.limit, self.family)
+
+
+def cases():
+    for family in (None, "smxx"):
+        for head_dim, dtype in ((64, torch.bfloat16), (128, torch.bfloat16), (128, torch.float16)):
+            yield Case(head_dim, dtype, family)
+            yield Case(head_dim, dtype, family, "weak", "replay", 64, 4, False)
+    yield Case(128, regime="softplus", dense=False)
+    yield Case(128, backward="replay", value_heads=4, limit=ONE_GROUP)
+
+
+def name_of(case: Case) -> str:
+    parts = (case.family or "best", str(case.dtype).removeprefix("torch."), case.head_dim, case.regime, case.backward)
+    extra = [f"segments {case.segment_tokens}"] * bool(case.segment_tokens)
+    extra += ["strided"] * (not case.dense) + ["head blocks"] * bool(case.limit)
+    return " ".join(map(str, (*parts, *extra)))
+
+
+@cache
+def problem_of(head_dim, dtype, regime, value_heads, with_state) -> tuple[Problem, dict[str, torch.Tensor]]:
+    options = {"value_heads": value_heads, "with_state": with_state}
+    problem = make_problem(LENGTHS, regime=regime, head_dim=head_dim, dtype=dtype, **options)
+    return problem, problems.reference(problem)
+
+
+@pytest.mark.parametrize("case", list(cases()), ids=name_of)
+def test_a_step(case):
+    problem, expected = problem_of(case.head_dim, case.dtype, case.regime, case.value_heads, case.with_state)
+    heads = {"num_heads": 2, "num_value_heads": case.value_heads, "head_dim": case.head_dim}
+    plan = make_plan(problem.cu_seqlens, **heads, device="cuda", segment_tokens=case.segment_tokens)
+
+    def step(*inputs, **keywords):
+        if not case.dense:
+            inputs = [torch.stack([tensor, tensor], dim=-1)[..., 0] for tensor in inputs]
+        return chunk_kda(*inputs, **keywords, plan=plan, options=case.options)
+
+    found = problems.run(step, problem.to("cuda"), output_final_state=True)
+    for name, tensor in found.items():
+        if name != "dA_log":  # a cancelling sum: other tests measure it by what cancels
+            assert relative_error(tensor.cpu(), expected[name]) <= TOLERANCE, name
+
+
+@pytest.mark.parametrize("segment_tokens", [0, 128])
+def test_a_capacity_plan(segment_tokens):
+    """Its tables are made on the device, and documents and rows are left empty."""
+    problem, expected = problem_of(128, torch.bfloat16, "bounded", 2, False)
+    sizes = {"max_documents": 5, "max_tokens": 256, "segment_tokens": segment_tokens}
+    plan = make_plan(problem.cu_seqlens.cuda(), num_heads=2, head_dim=128, device="cuda", **sizes)
+    rows = sum(LENGTHS)
+    spare = {name: x.new_zeros(1, 256 - rows, *x.shape[2:]) for name, x in problem.inputs.items()}
+    leaves = {n: torch.cat([problem.inputs[n], spare[n]], dim=1).cuda().requires_grad_() for n in NAMES}
+    keywords = {n: x.cuda() if isinstance(x, torch.Tensor) else x for n, x in problem.keywords.items()}
+    o, _ = chunk_kda(*leaves.values(), plan=plan, **keywords)
+    o.square().sum().backward()
+    assert relative_error(o[:, :rows].detach().cpu(), expected["o"]) <= TOLERANCE
+    for leaf in leaves.values():
+        assert leaf.grad.isfinite().all() and not leaf.grad[:, rows:].any()
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_every_walk(head_dim):
+    M, B = make_summaries(4, 2, head_dim)
+    device = torch.device("cuda", 0)
+    for transpose in (False, True):
+        walk = make_walk(M, B, transpose)
+        for record in choose_records(arch_of_device(device), None):
+            assert max(walk_errors(record, walk, device).values()) <= 1e-3, record.name
+
+
+@pytest.mark.parametrize("dense", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_convolution(dtype, dense):
+    generator = torch.Generator().manual_seed(0)
+    sizes = {"x": (1, sum(LENGTHS), 200), "weight": (200, 4), "bias": (200,), "initial_state": (3, 200, 3)}
+    inputs = {name: torch.randn(size, generator=generator).to(dtype) for name, size in sizes.items()}
+    boundaries = torch.tensor([0, *LENGTHS]).cumsum(0)
+
+    def step(function, leaves, **keywords):
+        x, weight, bias, state = (leaf.detach().requires_grad_() for leaf in leaves)
+        given = x if dense else torch.stack([x, x], dim=-1)[..., 0]
+        y, final = function(given, weight, bias, initial_state=state, **keywords)
+        (y.square().sum() + final.square().sum()).backward()
+        return [y.detach(), final.detach(), *(leaf.grad for leaf in (x, weight, bias, state))]
+
+    leaves = [tensor.cuda() for tensor in inputs.values()]
+    found = step(causal_conv1d, leaves, cu_seqlens=boundaries.cuda(), output_final_state=True)
+    leaves = [tensor.double() for tensor in inputs.values()]
+    expected = step(causal_conv1d_reference, leaves, cu_seqlens=boundaries)
+    for one, other in zip(found, expected):
+        assert relative_error(one.cpu(), other) <= TOLERANCE
+
+
+def test_nothing_shipped_was_left_out():
+    """Runs last, and means something only behind all others of this file."""
+    arch = arch_of_device(torch.device("cuda", 0))
+    ours = {r.name for r in registry().shipped() if r.family in arch.families and arch.name in r.archs}
+    missing = ours - {kernel.record.name for kernel in loaded_kernels()}
+    if len(missing) == len(ours):
+        pytest.skip("no other test of this file ran in this process")
+    assert not missing
