@@ -25,9 +25,12 @@ def test_packing_refuses_missing_and_unknown_arguments(values, message):
         Entry((Field("a", "i64"),)).pack(values)
 
 
-def test_fields_stand_in_decreasing_size_and_have_distinct_names():
+def test_fields_stand_in_decreasing_size_pointers_first_and_have_distinct_names():
     with pytest.raises(ValueError, match="decreasing size"):
         Entry((Field("n", "i32"), Field("a", "ptr")))
+    with pytest.raises(ValueError, match="pointers must stand before"):
+        Entry((Field("n", "i64"), Field("a", "ptr")))
+    assert Entry((Field("a", "ptr"), Field("b", "ptr"), Field("n", "i64"), Field("m", "i32"))).num_pointers == 2
     with pytest.raises(ValueError, match="one name"):
         Entry((Field("a", "ptr"), Field("a", "ptr")))
 

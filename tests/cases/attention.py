@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor
 
+import cake_kda_jit.runtime.load as load
 from cake_kda_jit import chunk_kda, make_plan
 from cake_kda_jit.bench.problems import (
     BUDGETS,
@@ -33,6 +36,35 @@ def ready_problem(lengths, *, gate, beta=None, dtype=torch.float32, seed=0, **sh
     state = problem.keywords.get("initial_state")
     problem.keywords = {"use_qk_l2norm_in_kernel": True} | ({} if state is None else {"initial_state": state})
     return problem
+
+
+def slow_decay_problem(shifted: float, lower_bound: float | None, dtype: torch.dtype) -> tuple[Problem, Tensor, float]:
+    """One token of beta 0 whose raw gate and bias add up to ``shifted``; with ``shifted`` in FP64, and exp(A_log)."""
+    problem = make_problem((1,), heads=1, dtype=dtype, regime="softplus")
+    problem.inputs["g"].fill_(-3.0)
+    problem.inputs["beta"].fill_(0.0)
+    A_log = 4.0 if lower_bound is None else 0.0
+    problem.keywords = {
+        "use_gate_in_kernel": True,
+        "lower_bound": lower_bound,
+        "A_log": torch.full((1,), A_log),
+        "dt_bias": torch.full((64,), shifted + 3.0),
+        "initial_state": problem.keywords["initial_state"],
+    }
+    return problem, torch.tensor(shifted, dtype=torch.float64), math.exp(A_log)
+
+
+def assert_nothing_is_built(monkeypatch, step: Callable[[list[int], int, int], object]) -> None:
+    """Warm up with one pack, ``step(lengths, segment_tokens, index)``, then take 20 others: no kernel is loaded."""
+    step([70], 64, 0)
+    warm = load.loaded_kernels()
+    monkeypatch.setattr(load, "build", lambda *_: pytest.fail("a kernel was built"))
+    generator = torch.Generator().manual_seed(0)
+    for index in range(20):
+        count = int(torch.randint(1, 7, (), generator=generator))
+        lengths = torch.randint(0, 150, (count,), generator=generator).tolist()
+        step(lengths, 64 * (index % 3), index)
+    assert load.loaded_kernels() == warm
 
 
 def part_of(problem: Problem, start: int, end: int) -> Problem:

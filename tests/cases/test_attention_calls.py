@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-import cake_kda_jit.runtime.load as load
 from cake_kda_jit import (
     KdaOptions,
     UnsupportedProblemError,
@@ -20,7 +19,7 @@ from cake_kda_jit.bench import problems
 from cake_kda_jit.bench.problems import make_problem, run
 from cake_kda_jit.runtime.launch import operation as account
 
-from .attention import assert_near_fp64, call, weighted
+from .attention import assert_near_fp64, assert_nothing_is_built, call, weighted
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
@@ -145,7 +144,7 @@ def test_a_call_with_a_plan_reads_no_tensor_on_the_host(monkeypatch, segment_tok
 def test_20_packs_after_the_warm_up_compile_and_load_nothing(monkeypatch):
     """A pack's size and number of documents are arguments, never a part of a record."""
 
-    def step(lengths, segment_tokens, backward):
+    def step(lengths, segment_tokens, index):
         problem = make_problem(lengths, heads=1, value_heads=2, seed=len(lengths))
         plan = make_plan(
             problem.cu_seqlens.to(torch.int32),
@@ -155,18 +154,10 @@ def test_20_packs_after_the_warm_up_compile_and_load_nothing(monkeypatch):
             device="cpu",
             segment_tokens=segment_tokens,
         )
-        call(problem, weighted(), segment_tokens, options=KdaOptions(backward=backward))
+        call(problem, weighted(), segment_tokens, options=KdaOptions(backward=("saved", "replay")[index % 2]))
         chunk_kda(*problem.inputs.values(), plan=plan, **problem.keywords)
 
-    step((70,), 64, "saved")
-    warm = load.loaded_kernels()
-    monkeypatch.setattr(load, "build", lambda *_: pytest.fail("a kernel was built"))
-    generator = torch.Generator().manual_seed(0)
-    for index in range(20):
-        count = int(torch.randint(1, 7, (), generator=generator))
-        lengths = torch.randint(0, 150, (count,), generator=generator).tolist()
-        step(lengths, 64 * (index % 3), ("saved", "replay")[index % 2])
-    assert load.loaded_kernels() == warm
+    assert_nothing_is_built(monkeypatch, step)
 
 
 # ---- sizes -----------------------------------------------------------------------------------------------------------

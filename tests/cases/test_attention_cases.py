@@ -20,6 +20,7 @@ from .attention import (
     call,
     part_of,
     ready_problem,
+    slow_decay_problem,
     weighted,
 )
 
@@ -162,19 +163,8 @@ def test_gate_accuracy_of_slow_decays(shifted, lower_bound):
     A log(1 + exp(x)) without log1p is 0 below -16.6. 1e-6 absolute for the gate, as reported, and relative for g and
     its slope: a handful of fp32 operations.
     """
-    problem = make_problem((1,), heads=1, dtype=torch.float32, regime="softplus")
-    problem.inputs["g"].fill_(-3.0)
-    problem.inputs["beta"].fill_(0.0)
-    A_log = 4.0 if lower_bound is None else 0.0
-    problem.keywords = {
-        "use_gate_in_kernel": True,
-        "lower_bound": lower_bound,
-        "A_log": torch.full((1,), A_log),
-        "dt_bias": torch.full((64,), shifted + 3.0),
-        "initial_state": problem.keywords["initial_state"],
-    }
+    problem, x, amplitude = slow_decay_problem(shifted, lower_bound, torch.float32)
     found = call(problem, lambda o, final_state: final_state.sum())
-    x, amplitude = torch.tensor(shifted, dtype=torch.float64), math.exp(A_log)
     if lower_bound is None:
         g, slope = -amplitude * torch.log1p(x.exp()), -amplitude * torch.sigmoid(x)
     else:

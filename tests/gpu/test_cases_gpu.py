@@ -7,11 +7,10 @@ import math
 import pytest
 import torch
 
-import cake_kda_jit.runtime.load as load
 from cake_kda_jit import UnsupportedProblemError, chunk_kda
 from cake_kda_jit.bench.problems import NAMES, REGIMES, Problem, make_problem, relative_error
 
-from ..cases.attention import part_of, ready_problem
+from ..cases.attention import assert_nothing_is_built, part_of, ready_problem, slow_decay_problem
 from ..cases.test_attention_bits import CAUSAL, FUTURES, with_future
 from ..cases.test_attention_calls import BOUNDARIES
 from ..cases.test_attention_cases import repeated_heads, sliced_from_padded_rows
@@ -103,18 +102,7 @@ def test_saturated_bounded_gates(raw, A_log):
 @pytest.mark.parametrize("shifted", [-7.0, -12.0, -18.0, -30.0])
 def test_gate_accuracy_of_slow_decays(shifted, lower_bound):
     """One token, beta 0: final_state is e^g times the initial state, in fp32."""
-    problem = make_problem((1,), heads=1, regime="softplus")
-    problem.inputs["g"].fill_(-3.0)
-    problem.inputs["beta"].fill_(0.0)
-    A_log = 4.0 if lower_bound is None else 0.0
-    problem.keywords = {
-        "use_gate_in_kernel": True,
-        "lower_bound": lower_bound,
-        "A_log": torch.full((1,), A_log),
-        "dt_bias": torch.full((64,), shifted + 3.0),
-        "initial_state": problem.keywords["initial_state"],
-    }
-    x, amplitude = torch.tensor(shifted, dtype=torch.float64), math.exp(A_log)
+    problem, x, amplitude = slow_decay_problem(shifted, lower_bound, torch.bfloat16)
     g = -amplitude * torch.log1p(x.exp()) if lower_bound is None else lower_bound * torch.sigmoid(amplitude * x)
     decay = forward(problem)["final_state"].cpu().double() / problem.keywords["initial_state"].double()
     assert (decay.log() - g).abs().max() < 1e-6
@@ -205,20 +193,12 @@ def test_2048_short_documents():
 
 
 def test_20_packs_after_the_warm_up_compile_and_load_nothing(monkeypatch):
-    def step(lengths, segment_tokens):
+    def step(lengths, segment_tokens, _):
         problem = make_problem(lengths, heads=1, value_heads=2, seed=len(lengths)).to("cuda")
         plan = plan_of(problem, segment_tokens=segment_tokens)
         chunk_kda(*(problem.inputs[name] for name in NAMES), plan=plan, **problem.keywords)
 
-    step((70,), 64)
-    warm = load.loaded_kernels()
-    monkeypatch.setattr(load, "build", lambda *_: pytest.fail("a kernel was built"))
-    generator = torch.Generator().manual_seed(0)
-    for index in range(20):
-        count = int(torch.randint(1, 7, (), generator=generator))
-        lengths = torch.randint(0, 150, (count,), generator=generator).tolist()
-        step(lengths, 64 * (index % 3))
-    assert load.loaded_kernels() == warm
+    assert_nothing_is_built(monkeypatch, step)
 
 
 @pytest.mark.parametrize("segment_tokens", [None, 64])

@@ -11,6 +11,7 @@ from cake_kda_jit.runtime.device import arch_of_device
 from cake_kda_jit.runtime.load import get_kernel
 
 from ..programs.pipeline import launch, record_of, table_values
+from ..programs.test_pack_tables import BAD_ADDRESSES_AND_SIZES
 
 pytestmark = pytest.mark.gpu
 
@@ -78,14 +79,7 @@ def test_tables_that_are_too_short_are_not_overrun():
     assert (cut["chunk_table"][3:] == -7).all() and (cut["segment_table"][2:] == -7).all()
 
 
-BAD = {
-    "segment length": ({"segment_tokens": 100}, "segment_tokens is 100; use a multiple of 64"),
-    "negative segment": ({"segment_tokens": -64}, "segment_tokens is -64"),
-    "documents": ({"num_documents": -1}, "num_documents is -1"),
-    "no boundaries": ({"cu_seqlens": None}, "cu_seqlens is null"),
-    "no offsets": ({"summary_offsets": None}, "summary_offsets is null"),
-    "no table": ({"chunk_table": None}, "chunk_table is null"),
-    "no segments": ({"segment_table": None}, "segment_table is null"),
+BAD = BAD_ADDRESSES_AND_SIZES | {
     "misaligned": ({"segment_table": 8}, "segment_table is 0x8; give a tensor whose address is a multiple of 16"),
     "rows": ({"max_chunks": 2**31}, "chunk_table has 2147483648 rows"),
 }

@@ -9,7 +9,7 @@ from cake_kda_jit.errors import UnsupportedProblemError
 
 from ..programs.gradients import run_reduce
 from ..programs.pipeline import poisoned
-from ..programs.test_parameter_reduce import make_partials, make_values, tree_sum
+from ..programs.test_parameter_reduce import REFUSED, make_partials, make_values, tree_sum
 from .twins import launch_on_device
 
 pytestmark = pytest.mark.gpu
@@ -56,16 +56,7 @@ def test_one_parameter_alone(absent):
     assert torch.equal(values[f"d{present}"], tree_sum(values[f"partial_{present}"]))
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"num_value_heads": 0}, "num_value_heads is 0"),
-        ({"head_dim": 0}, "head_dim is 0"),
-        ({"num_chunks": -1}, "num_chunks is -1"),
-        ({"partial_A_log": None}, "dA_log is given and partial_A_log is null"),
-        ({"partial_dt_bias": None}, "ddt_bias is given and partial_dt_bias is null"),
-    ],
-)
+@pytest.mark.parametrize(("changed", "message"), REFUSED)
 def test_refusals(changed, message):
     with pytest.raises(UnsupportedProblemError, match=message):
         launch_on_device("parameter_reduce", "fp32", make_values(**changed), {})
