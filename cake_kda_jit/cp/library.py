@@ -6,7 +6,7 @@ import torch
 
 from ..ops.forward import CONTEXT_NAMES, Context, context_dtype, context_shapes
 from ..ops.inputs import Inputs, joined
-from ..ops.operators import NAMESPACE, define, differentiate, refuse_gradient
+from ..ops.operators import NAMESPACE, define, differentiate, refuse_gradient, whole
 from .backward import parallel_backward
 from .context import KcpContext, get_context
 from .conv import ConvTensors, parallel_conv_backward, parallel_conv_forward
@@ -27,6 +27,7 @@ _OPTIONS = (
     "str backward, int checkpoint_tokens"
 )
 _NUM_TENSORS = 8
+_NUM_STRIDED = 5  # q, k, v, g and beta; all others are contiguous
 _FIRST_TRANSFORM, _END_TRANSFORM = 13, 18
 _NUM_ARGUMENTS = 20  # tensors, sizes, transforms, backward and checkpoint_tokens
 _CONV_TENSORS = "Tensor x, Tensor weight, Tensor? bias, Tensor? initial_state, "
@@ -122,6 +123,7 @@ def _setup(ctx, inputs, output):
 
 def _autograd(ctx, do, dfinal_state, *_):
     saved = ctx.saved_tensors  # read once: under activation checkpointing a second reading is an error
+    saved = (*saved[:_NUM_STRIDED], *whole(saved[_NUM_STRIDED:]))
     tensors, kept = saved[:_NUM_TENSORS], saved[_NUM_TENSORS:]
     v = tensors[2]
     if do is None:
@@ -189,12 +191,12 @@ def _conv_setup(ctx, inputs, output):
 
 
 def _conv_autograd(ctx, dy, dfinal_state, _):
-    halo, *tensors = ctx.saved_tensors
-    x = tensors[0]
+    halo, x, *others = ctx.saved_tensors
+    tensors = (x, *whole(others))
     if dy is None:
         dy = x.new_zeros(()).expand(x.shape)
     dfinal_state = _wanted(dfinal_state)
-    gradients = OPERATORS.kcp_causal_conv1d_backward(dy, dfinal_state, halo, *tensors, *ctx.options)
+    gradients = OPERATORS.kcp_causal_conv1d_backward(dy, dfinal_state, halo.contiguous(), *tensors, *ctx.options)
     return (*map(_given, gradients, tensors), *[None] * 5)  # sizes, use_silu, output_final_state
 
 

@@ -72,17 +72,27 @@ class GatedRMSNorm(nn.Module):
         return gated if gated.dtype == dtype else gated.to(dtype)  # autocast may norm in fp32
 
 
+_PARAMETERS = {nn.Linear: {"weight", "bias"}, ShortConvolution: {"weight"}}
+
+
 def is_bare(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether to call a module is to call the forward of ``kind``: no hooks, no other class, no other forward."""
+    """Whether to call a module is to call the forward of ``kind`` on its parameters: no hooks, nothing else in place.
+
+    ``kind`` is a key of ``_PARAMETERS``. A weight may also be a plain attribute, which only the module itself finds.
+    """
     own = module.__dict__
-    return type(module) is kind and not (
-        own["_forward_hooks"]
-        or own["_forward_pre_hooks"]
-        or own["_backward_hooks"]
-        or own["_backward_pre_hooks"]
-        or "forward" in own
-        or "_compiled_call_impl" in own
-        or torch.nn.modules.module._has_any_global_hook()
+    return (
+        type(module) is kind
+        and own["_parameters"].keys() == _PARAMETERS[kind]
+        and not (
+            own["_forward_hooks"]
+            or own["_forward_pre_hooks"]
+            or own["_backward_hooks"]
+            or own["_backward_pre_hooks"]
+            or "forward" in own
+            or "_compiled_call_impl" in own
+            or torch.nn.modules.module._has_any_global_hook()
+        )
     )
 
 

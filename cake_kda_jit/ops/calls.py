@@ -11,6 +11,7 @@ operators of ``library`` are called instead, which everybody else in PyTorch can
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from itertools import zip_longest
 
 import torch
 from torch.autograd import forward_ad
@@ -19,6 +20,7 @@ from torch.utils._device import DeviceContext
 
 from .. import config
 from ..errors import UnsupportedProblemError
+from . import checks
 from .operations import Attention, Convolution, ConvolvedAttention, Operation
 from .operators import untraced
 from .plan import Plan
@@ -29,6 +31,9 @@ MOST_CALLS = 512
 
 KNOBS = ("FAMILY", "BACKWARD", "CHECKPOINT_TOKENS", "TRANSFER_WALK")
 """Those that decide what is launched."""
+
+BACKWARD_KNOBS = ("FAMILY", "TRANSFER_WALK")
+"""Those that a backward still reads, whatever they were in the forward."""
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 """Exactly these classes: a subclass wants to see what is called."""
@@ -83,13 +88,20 @@ class Call:
 
     def gradients(self, saved: tuple, directions: tuple) -> list[torch.Tensor | None]:
         """Run the backward; ``saved`` are the tensors and what the forward kept."""
+        checks.check_gradients(f"{self.operation.name}_backward", *directions)
+        # Hooks on saved tensors, such as those that keep them on the host, may give them back with other strides. What
+        # is not as it was becomes contiguous, which a pass always takes.
+        saved = [
+            one if one is None or (layout and one.stride() == layout.strides) else one.contiguous()
+            for one, layout in zip_longest(saved, self.layouts)
+        ]
         directions = self.operation.complete(saved, directions)
-        # Hooks on saved tensors, such as those that keep them on the host, may give them back with other strides.
         strides = tuple([None if one is None else one.stride() for one in saved[: len(self.layouts)]])
-        key = strides, tuple(map(layout_of, directions))
+        layouts = tuple(map(layout_of, directions))
+        key = strides, layouts, config.raw(*BACKWARD_KNOBS)
         recording = self._backwards.get(key)
         if recording is None:
-            recording = self._backwards[key] = self._record_backward(*key)
+            recording = self._backwards[key] = self._record_backward(strides, layouts)
         outputs, _ = recording.run((*saved, *directions))
         return outputs
 
@@ -160,11 +172,14 @@ def key_of(name: str, plan: Plan | None, tensors: Sequence[torch.Tensor | None],
     """Return the key of a call; None if it cannot have one, because of something that the checks will name."""
     try:
         layouts = [
-            None if one is None else (type(one), one.shape, one.stride(), one.dtype, one.device) for one in tensors
+            None
+            if one is None
+            else (type(one), one.shape, one.stride(), one.dtype, one.device, one.layout, one.is_neg())
+            for one in tensors
         ]
         sizes = None if plan is None else plan.sizes
         return name, *layouts, sizes, num_threads(tensors[0].device), *rest, *config.raw(*KNOBS)
-    except AttributeError:
+    except (AttributeError, RuntimeError):  # the latter of a tensor that has no strides
         return None
 
 
@@ -182,14 +197,15 @@ def make_call(
     """Make and keep the call of a key, in place of the oldest one if there are many.
 
     ``given`` are the tensors of the key, ``tensors`` those of the operation, the same first. Returns None without a
-    key, if one had to be copied for the operation, if one is no plain tensor, if nothing would be launched, and for a
-    number in a tensor, which may change under its key.
+    key, if one had to be copied for the operation, if one is no plain tensor or its negation is pending, which the
+    dispatcher would carry out, if nothing would be launched, and for a number in a tensor, which may change under its
+    key.
     """
     if key is None or not operation.has_work(tensors) or any(isinstance(part, torch.Tensor) for part in key):
         return None
     if any(one is not other for one, other in zip(given, operation.join(tensors))):
         return None
-    if any(one is not None and type(one) not in PLAIN for one in given):
+    if any(one is not None and (type(one) not in PLAIN or one.is_neg()) for one in given):
         return None
     call = Call(operation, tensors)
     _keep(_calls, key, call)

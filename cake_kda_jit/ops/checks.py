@@ -19,10 +19,15 @@ def _shape(tensor: torch.Tensor) -> str:
 
 
 def check_tensors(**values: object) -> None:
-    """Raise unless every value is a tensor, or None for an absent one."""
+    """Raise unless every value is a dense tensor, or None for an absent one."""
     for name, value in values.items():
-        if value is not None and not isinstance(value, torch.Tensor):
+        if value is None:
+            continue
+        if not isinstance(value, torch.Tensor):
             raise UnsupportedProblemError(f"{name} is {type(value).__name__}; give a tensor")
+        if value.layout != torch.strided or value.is_nested:
+            found = "a nested tensor" if value.is_nested else f"of layout {value.layout}"
+            raise UnsupportedProblemError(f"{name} is {found}; give a dense one, documents packed along T")
 
 
 def check_required(**values: object) -> None:
@@ -49,6 +54,16 @@ def check_no_transform(operation: str, *tensors: torch.Tensor | None) -> None:
         raise UnsupportedProblemError(
             f"{operation} is given a tensor with a forward-mode tangent, and has no forward-mode derivative; use "
             ".backward() or torch.autograd.grad"
+        )
+
+
+def check_gradients(operation: str, *directions: torch.Tensor | None) -> None:
+    """Raise inside a transform of ``torch.func`` and for a batch of gradients, which torch would loop over."""
+    check_no_transform(operation)
+    if any([one is not None and torch._C._functorch.is_legacy_batchedtensor(one) for one in directions]):
+        raise UnsupportedProblemError(
+            f"{operation} is given a batch of gradients (is_grads_batched or vectorize=True), which it does not "
+            "support; call torch.autograd.grad once for each of them"
         )
 
 

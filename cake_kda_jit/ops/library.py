@@ -17,7 +17,7 @@ from .conv import ConvInputs
 from .forward import CONTEXT_NAMES, context_dtype, context_shapes, kept_names
 from .inputs import Inputs, Transforms, joined
 from .operations import Attention, Convolution, given_like
-from .operators import NAMESPACE, define, differentiate, refuse_gradient
+from .operators import NAMESPACE, define, differentiate, refuse_gradient, whole
 from .pipeline import Pipeline
 from .problem import KdaOptions
 from .recorder import AT_ONCE
@@ -36,6 +36,7 @@ _OPTIONS = "str backward, int checkpoint_tokens, int? workspace_limit, str? fami
 _CONV_INPUTS = "Tensor x, Tensor weight, Tensor? bias, Tensor? initial_state, Tensor cu_seqlens, bool has_spare_rows, "
 _NUM_TENSORS = 11  # of the attention inputs; num_summaries and has_spare_rows follow them
 _NUM_DIFFERENTIABLE = 8
+_NUM_STRIDED = 5  # q, k, v, g and beta; all others are contiguous
 _NUM_CONV_TENSORS = 5
 _NUM_ARGUMENTS = 22  # inputs, transforms and options
 
@@ -124,6 +125,7 @@ def _attention_setup(ctx, inputs, output):
 
 def _attention_autograd(ctx, do, *gradients):
     saved = ctx.saved_tensors  # read once: under activation checkpointing a second reading is an error
+    saved = (*saved[:_NUM_STRIDED], *whole(saved[_NUM_STRIDED:]))
     tensors, kept = saved[:_NUM_TENSORS], saved[_NUM_TENSORS:]
     dfinal_state = gradients[0] if ctx.has_final_state else None
     do = given_like(do, tensors[2])
@@ -240,7 +242,8 @@ def _conv_setup(ctx, inputs, output):
 
 
 def _conv_autograd(ctx, dy, dfinal_state=None):
-    tensors = ctx.saved_tensors
+    x, *others = ctx.saved_tensors
+    tensors = (x, *whole(others))
     dy = given_like(dy, tensors[0])
     if dfinal_state is not None:
         dfinal_state = dfinal_state.contiguous()

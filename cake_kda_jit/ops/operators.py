@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 
 import torch
@@ -95,6 +95,11 @@ def differentiate(name: str, setup: Callable, backward: Callable) -> None:
         return below_autograd(keyset, arguments)
 
     _library.impl(name, run, "Autograd", with_keyset=True)
+
+
+def whole(tensors: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+    """Return saved tensors as the programs take those that were contiguous: hooks may give them back with strides."""
+    return tuple(None if one is None else one.contiguous() for one in tensors)
 
 
 def refuse_gradient(name: str, advice: str) -> None:
