@@ -91,10 +91,11 @@ def segment_rule(num_value_heads: int, head_dim: int) -> SegmentRule:
     """Return the rule for a number of heads: segments where heads alone leave processors idle.
 
     It depends on HV and V, and its use on each document's own length, so neighbours in a pack change no bits. From 64
-    value blocks of 64 columns on, one long document is served sooner by a plain scan than by summaries and a scan.
+    value blocks of 64 columns on, one long document is served sooner by a plain scan than by summaries and a scan, and
+    below that a document shorter than 8,192 tokens is.
     """
     parts = num_value_heads * (head_dim // 64)
-    return SegmentRule(0, 0) if parts >= 64 else SegmentRule(2048, 4096)
+    return SegmentRule(0, 0) if parts >= 64 else SegmentRule(2048, 8192)
 
 
 def resolve_walk(variant: str | None, precision_mode: int) -> str:

@@ -99,19 +99,19 @@ def test_appended_tokens_change_nothing_earlier(prefix, tokens, segment_tokens, 
 
 
 def test_a_document_that_outgrows_one_segment_changes_by_rounding_only():
-    """By the default rule 4,096 tokens are two segments and 4,095 are one; a plan's segment_tokens keeps every bit."""
-    problem = make_problem((4096,), heads=1, regime="weak", dtype=torch.float32)
-    short = part_of(problem, 0, 4095)
-    o, less = (chunk_kda(*one.inputs.values(), **one.keywords)[0][:, :4095] for one in (problem, short))
+    """By the default rule 8,192 tokens are four segments and 8,191 are one; a plan's segment_tokens keeps every bit."""
+    problem = make_problem((8192,), heads=1, regime="weak", dtype=torch.float32)
+    short = part_of(problem, 0, 8191)
+    o, less = (chunk_kda(*one.inputs.values(), **one.keywords)[0][:, :8191] for one in (problem, short))
     assert torch.equal(o[:, :2048], less[:, :2048])
-    # one step of the walk: fp32 sums in another order, and what its truncation loses
+    # three steps of the walk: fp32 sums in another order, and what its truncation loses
     assert 0 < relative_error(o[:, 2048:], less[:, 2048:].double()) < 2e-6
     plans = (
         make_plan(one.cu_seqlens, num_heads=1, head_dim=64, device="cpu", segment_tokens=1024)
         for one in (problem, short)
     )
     o, less = (
-        chunk_kda(*one.inputs.values(), plan=plan, **one.keywords)[0][:, :4095]
+        chunk_kda(*one.inputs.values(), plan=plan, **one.keywords)[0][:, :8191]
         for one, plan in zip((problem, short), plans)
     )
     assert torch.equal(o, less)

@@ -102,8 +102,8 @@ def test_one_rank_has_the_bits_of_one_device(nan_poison):
 
 @pytest.mark.parametrize("backward", ["saved", "replay"])
 def test_spans_that_are_cut_in_segments(backward, nan_poison):
-    """Two heads: spans of 4,096 tokens and more have segments of 2,048, whose summaries are chained to the span's."""
-    lengths = (13_000, 5_000)
+    """Two heads: spans of 8,192 tokens and more have segments of 2,048, whose summaries are chained to the span's."""
+    lengths = (26_000, 10_000)
     problem = make_problem(lengths, regime="softplus").to("cuda")
     partition = Partition.contiguous(boundaries(lengths), 3)
     found = attention(problem, partition, KcpOptions(backward=backward)).whole
