@@ -182,6 +182,14 @@ def sessions_of(lines: Iterable[Line]) -> list[int]:
     return sorted({session for line in lines for _, session in line.ms})
 
 
+def rows_told(lines: Sequence[Line]) -> str:
+    """Return how many of all rows there are, and of which packs where some are missing."""
+    packs = sorted({line.pack for line in lines})
+    missing = [pack for pack in PACKS if pack not in packs]
+    told = f", of {', '.join(packs)} alone; {', '.join(missing)} are not measured yet" if missing else ""
+    return f"{len(lines)} of {NUM_LINES} rows{told}"
+
+
 def spread_of(line: Line) -> float:
     """Return how far the slowest run of a line's slowest ranks lies above the fastest, of any arm and session."""
     return max(row.ms.max / row.ms.min - 1 for row in line.rows)
@@ -275,9 +283,10 @@ def full_page(report: Json, lines: Sequence[Line]) -> str:
     """Return the page of the whole table."""
     machine = report["machine"]
     origin = (
-        f"{report['what']}; {len(lines)} of {NUM_LINES} rows. {machine['device']}, driver {machine['driver']}, CUDA "
-        f"{machine['cuda']}, torch {machine['torch']}; {report['date']}. s1 and s2 are sessions. "
-        "[Performance](../performance.md) says what is measured, and shows medians beside the published ones."
+        f"{machine['device']}, driver {machine['driver']}, CUDA {machine['cuda']}, torch {machine['torch']}; "
+        f"{report['date']}. s1 and s2 are sessions. [Performance](../performance.md) says what is measured, and shows "
+        "medians beside the published ones."
     )
+    told = [f"{report['what']}. {rows_told(lines)}.", *filter(None, [report.get("notes")]), origin]
     head = "# Context parallel, all rows\n\nMilliseconds of the slowest rank, arm by arm and session by session."
-    return f"{head}\n\n{textwrap.fill(origin, 118, break_on_hyphens=False)}\n\n{full_table(lines)}"
+    return f"{head}\n\n{textwrap.fill(' '.join(told), 118, break_on_hyphens=False)}\n\n{full_table(lines)}"

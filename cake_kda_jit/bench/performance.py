@@ -26,7 +26,8 @@ What was measured, on which machine, with how many runs and which spread.
 `python -m cake_kda_jit bench performance --write` makes this page from the files in `docs/measurements`, and
 `python -m cake_kda_jit bench all` makes those on a machine; no number here is typed. A time is the median over all
 runs, and *spread* is how far the slowest run lies from the fastest, as a share of it. On a GPU, times are those of CUDA
-events around a call, the arms of a case in turn; a case that needs cold caches says so. What was tried, predicted and
+events around a call, the arms of a case in turn; a case that needs cold caches says so. A commit is where the tree
+stood when it was measured: changes that were committed afterwards may be in the number. What was tried, predicted and
 found on the way stands in the [performance log](performance-log.md).
 """
 
@@ -69,12 +70,12 @@ def section(script: str, reports: dict[str, Json], others: dict[str, Json] | Non
         if kind.body is not None:
             texts = kind.body(name, report, others or {}).split("\n\n")
             texts = [text if text.startswith("|") else _wrapped(text) for text in texts]
-            parts += [f"### {report['what']}", _wrapped(_origin(name, report)), *texts]
+            parts += [*_heading(name, report), *texts]
             continue
         rows = [row for row in report["rows"] if kind.shows(row)]
         head = ("case", "arm", f"median, {kind.unit}", "spread", "runs", *kind.columns)
         lines = [_cells(row, kind) + kind.cells(row, report) for row in rows]
-        parts += [f"### {report['what']}", _wrapped(_origin(name, report)), "\n".join(markdown_table(head, lines))]
+        parts += [*_heading(name, report), "\n".join(markdown_table(head, lines))]
     return "\n\n".join(parts)
 
 
@@ -97,6 +98,11 @@ def spread(row: Json) -> str:
     """Return how far the slowest run lies above the fastest; one run has none, nor has a median recorded elsewhere."""
     ms = row["ms"]
     return "-" if ms["runs"] < 2 or ms.get("min") is None else f"{ms['max'] / ms['min'] - 1:.0%}"
+
+
+def _heading(name: str, report: Json) -> list[str]:
+    """Return a file's title, where it comes from, and what its ``notes`` say of it, if it has any."""
+    return [f"### {report['what']}", *map(_wrapped, filter(None, (_origin(name, report), report.get("notes"))))]
 
 
 def _origin(name: str, report: Json) -> str:
@@ -141,10 +147,11 @@ def page(reports: dict[str, Json]) -> str:
 
 
 def readme_table(reports: dict[str, Json]) -> str:
-    """Return the README's short table: the highlights that the files have, each with its machine."""
+    """Return the README's short table: the highlights that the files have, each with its machine and date."""
     current, lines = current_and_earlier(reports)[0], []
-    # A GPU's file comes before a CPU's: a first step is measured on both.
+    # The newest file comes first, and of one day's a GPU's: a first step is measured on both.
     current.sort(key=lambda name: reports[name]["machine"]["driver"] == "none")
+    current.sort(key=lambda name: reports[name]["date"], reverse=True)
     for one in HIGHLIGHTS:
         found = [
             (row, reports[name])
@@ -154,8 +161,8 @@ def readme_table(reports: dict[str, Json]) -> str:
             if row["case"].startswith(one.case) and row["arm"] == one.arm
         ]
         for row, report in found[:1]:
-            lines.append([one.what, _time(row), spread(row), _machine(row, report)])
-    return "\n".join(markdown_table(("what", "median", "spread", "machine"), lines)) + "\n"
+            lines.append([one.what, _time(row), spread(row), _machine(row, report), report["date"]])
+    return "\n".join(markdown_table(("what", "median", "spread", "machine", "date"), lines)) + "\n"
 
 
 def _time(row: Json) -> str:
@@ -165,7 +172,8 @@ def _time(row: Json) -> str:
 
 def _machine(row: Json, report: Json) -> str:
     jobs = f", {row['jobs']} compilations at a time" if row.get("jobs") else ""
-    return report["machine"]["device"].removeprefix("NVIDIA ") + jobs
+    beside = f", beside a load of {row['load']:.0f} per core" if row.get("load", 0) >= 1.5 else ""
+    return report["machine"]["device"].removeprefix("NVIDIA ") + jobs + beside
 
 
 def with_table(text: str, table: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from ..paths import data_dir
 from .core import table_text
 from .cp_cases import ARMS, BOUNDARIES, CpRow
-from .cp_tables import NUM_LINES, PUBLISHED, Line, lines_of, read_published, rows_of, sessions_of, summary_table
+from .cp_tables import PUBLISHED, Line, lines_of, read_published, rows_of, rows_told, sessions_of, summary_table
 
 Json = dict[str, Any]
 
@@ -18,8 +18,8 @@ INTRO = (
     "Packs of two to six documents, 226,336 to 262,048 tokens, held by 2 to 16 ranks: the protocol of [FlashInfer's "
     "pull request 7176](https://github.com/flashinfer-ai/flashinfer/pull/7176). *B1* is the module's forward: halos, "
     "the three convolutions, the exchange of states, the recurrence. *B3* is that and a backward that replays from "
-    "checkpoints. Times are the slowest rank's; arms are walks. What others report on a GB300 stands in parentheses: "
-    "ratios can be compared, times cannot."
+    "checkpoints. Times are the slowest rank's; arms are walks; *scaling* is the time on the fewest ranks over a "
+    "row's. What others report of the same packs on a GB300 stands in parentheses: ratios can be compared, times not."
 )
 
 
@@ -45,8 +45,7 @@ def _virtual(name: str, lines: Sequence[Line]) -> str:
     both = sum(all((one.speedup(n) or 0) > 1.02 for n in sessions) for one in lines)
     rows = lines[0].rows
     text = [
-        f"{len(lines)} of {NUM_LINES} rows; sessions: {len(sessions)}, runs of each arm on each rank: "
-        f"{rows[0].ms.runs}. "
+        f"{rows_told(lines)}. Sessions: {len(sessions)}, runs of each arm on each rank: {rows[0].ms.runs}. "
         "One device does the work of one rank after the other, each timed alone, and the slowest counts. Work is "
         "handed to the device ahead of time, so that the host's is not in it. What others would send is copied from "
         "noise within the device: the share of exchanges is that of such copies alone, and is larger over NVLink.",

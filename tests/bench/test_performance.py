@@ -42,6 +42,21 @@ def test_a_row_states_its_number_spread_runs_and_origin():
     assert f"{origin}\n[forward_h200.json](measurements/forward_h200.json)." in text
 
 
+def test_what_a_file_notes_stands_below_its_origin():
+    text = performance.page({"forward_h200.json": {**report(), "notes": "Of an earlier kernel."}})
+    assert "(measurements/forward_h200.json).\n\nOf an earlier kernel.\n\n| case |" in text
+
+
+def test_the_readme_takes_the_newest_file_and_says_its_date():
+    row = {"records": 8, "jobs": 0, "load": 4.2, "case": "training step, x", "arm": "cached"}
+    old = report("first call", script="cake_kda_jit.bench first_call", **row)
+    new = {**old, "date": "2026-01-03", "machine": {**old["machine"], "device": "a processor", "driver": "none"}}
+    table = performance.readme_table({"first_call_h200.json": old, "first_call_cpu.json": new})
+    [line] = table.splitlines()[2:]
+    assert line.startswith("| first training step of a process, kernels in the cache | 2.00 ms | 150% | ")
+    assert line.endswith(" | a processor, beside a load of 4 per core | 2026-01-03 |")
+
+
 @pytest.mark.parametrize("script", ["forward", "backward"])
 def test_a_recorded_row_has_its_ratio_and_no_spread_nor_error(script):
     text = report(script=f"cake_kda_jit.bench {script}")
