@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
@@ -22,8 +21,8 @@ from ..ops.problem import CHUNK_TOKENS, KdaOptions
 from ..reference import chunk_kda_reference_backward
 from ..runtime.launch import last_launches
 from . import peers
-from .core import Arm, Row, Times, measure, print_table, write_report
-from .forward import HEAD_DIM, Shape, make_inputs, some_heads
+from .core import Arm, Row, Times, measure, print_table
+from .forward import HEAD_DIM, Shape, make_inputs, make_parser, measure_shapes, some_heads
 from .peers import Call
 from .problems import relative_error
 
@@ -216,25 +215,7 @@ def print_rows(shape: Shape, rows: list[Row]) -> None:
 
 def main(argv: list[str]) -> int:
     """Measure every shape in every mode; returns 0, 2 without a CUDA device."""
-    parser = argparse.ArgumentParser(prog="cake-kda-jit bench backward", description=__doc__.splitlines()[0])
-    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), type=Shape.parse, help="T,H,documents,gates")
+    parser = make_parser("backward", __doc__.splitlines()[0], SHAPES)
     parser.add_argument("--modes", nargs="+", default=MODES, choices=MODES)
-    parser.add_argument("--peers", default="", help=f"of {', '.join(peers.PACKAGES)}, with commas between")
     parser.add_argument("--workspace-limit", type=int, help="bytes of scratch; else the default of chunk_kda")
-    parser.add_argument("--runs", type=int, default=10)
-    parser.add_argument("--json", type=Path, help="write the rows here")
-    arguments = parser.parse_args(argv)
-    names = peers.names_of(parser, arguments.peers)
-    if not torch.cuda.is_available():
-        parser.error("a training step's speed is measured on a CUDA device; none was found")
-    device = torch.device("cuda", torch.cuda.current_device())
-    rows: list[Row] = []
-    for shape in (Shape.parse(shape) if isinstance(shape, str) else shape for shape in arguments.shapes):
-        found = rows_of(shape, device, arguments, names)
-        print_rows(shape, found)
-        rows += found
-    if arguments.json:
-        beside = f", beside {', '.join(names)}" if names else ""
-        what = f"chunk_kda forward and backward, K = V = 128, bf16{beside}"
-        write_report(arguments.json, what, "cake_kda_jit.bench backward", device, rows)
-    return 0
+    return measure_shapes(parser, argv, ("a training step's", "forward and backward"), rows_of, print_rows)

@@ -8,6 +8,7 @@ the first document's beginning. Figures of other libraries that were recorded ea
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -126,7 +127,7 @@ def our_arm(tensors: list[torch.Tensor], keywords: dict[str, object]) -> Arm:
     return Arm("cake_kda_jit", engine, run, bytes=stated * tokens * heads)
 
 
-def rows_of(shape: Shape, names: list[str], runs: int, device: torch.device) -> list[Row]:
+def rows_of(shape: Shape, device: torch.device, options: argparse.Namespace, names: list[str]) -> list[Row]:
     """Return a row per arm: ours and those of the peers that are named."""
     tensors, keywords = make_inputs(shape, device)
     boundaries = shape.boundaries()
@@ -134,7 +135,7 @@ def rows_of(shape: Shape, names: list[str], runs: int, device: torch.device) -> 
     tokens = min(CHECKED_TOKENS, boundaries[1])
     expected = exact_slice(tensors, keywords, tokens)
     arms = [replace(arm, error=relative_error(arm.run()[:tokens, [0, -1]], expected)) for arm in arms]
-    times = measure(arms, device, runs=runs)
+    times = measure(arms, device, runs=options.runs)
     rows = [Row(shape.name, arm.name, arm.engine, times[arm.name], arm.bytes or None, arm.error) for arm in arms]
     return rows + peers.recorded_rows(peers.FORWARD, shape.name, times)
 
@@ -152,25 +153,50 @@ def print_rows(shape: Shape, rows: list[Row]) -> None:
     print_table(["arm", "ms", "ns per token-head", "stated TB/s", "error of o", "times ours", "engine"], lines)
 
 
-def main(argv: list[str]) -> int:
-    """Measure every shape; returns 0, 2 without a CUDA device."""
-    parser = argparse.ArgumentParser(prog="cake-kda-jit bench forward", description=__doc__.splitlines()[0])
-    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), help="T,H,documents,gates (strong or weak)")
+def make_parser(name: str, what: str, shapes: Sequence[str]) -> argparse.ArgumentParser:
+    """Return the options of a measurement of shapes, beside peers."""
+    parser = argparse.ArgumentParser(prog=f"cake-kda-jit bench {name}", description=what)
+    written = "T,H,documents,gates (strong or weak)"
+
+    def shape(text: str) -> Shape:
+        try:
+            return Shape.parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{text!r} is no {written}: {error}") from None
+
+    parser.add_argument("--shapes", nargs="+", default=list(map(shape, shapes)), type=shape, help=written)
     parser.add_argument("--peers", default="", help=f"of {', '.join(peers.PACKAGES)}, with commas between")
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--json", type=Path, help="write the rows here")
-    arguments = parser.parse_args(argv)
-    names = peers.names_of(parser, arguments.peers)
+    return parser
+
+
+def measure_shapes(
+    parser: argparse.ArgumentParser, argv: list[str], subject: tuple[str, str], rows_of: Callable, print_rows: Callable
+) -> int:
+    """Measure, print and write every shape; ends the program without a CUDA device.
+
+    ``subject``: what is fast or slow, and what of chunk_kda runs. ``rows_of`` takes a shape, the device, the options
+    and the peers' names, ``print_rows`` a shape and its rows.
+    """
+    options = parser.parse_args(argv)
+    names = peers.names_of(parser, options.peers)
     if not torch.cuda.is_available():
-        parser.error("the forward's speed is measured on a CUDA device; none was found")
+        parser.error(f"{subject[0]} speed is measured on a CUDA device; none was found")
     device = torch.device("cuda", torch.cuda.current_device())
     rows: list[Row] = []
-    for shape in map(Shape.parse, arguments.shapes):
-        found = rows_of(shape, names, arguments.runs, device)
+    for shape in options.shapes:
+        found = rows_of(shape, device, options, names)
         print_rows(shape, found)
         rows += found
-    if arguments.json:
+    if options.json:
         beside = f", beside {', '.join(names)}" if names else ""
-        what = f"chunk_kda forward, K = V = 128, bf16{beside}"
-        write_report(arguments.json, what, "cake_kda_jit.bench forward", device, rows)
+        what = f"chunk_kda {subject[1]}, K = V = 128, bf16{beside}"
+        write_report(options.json, what, parser.prog.replace("cake-kda-jit ", "cake_kda_jit."), device, rows)
     return 0
+
+
+def main(argv: list[str]) -> int:
+    """Measure every shape; returns 0, 2 without a CUDA device."""
+    parser = make_parser("forward", __doc__.splitlines()[0], SHAPES)
+    return measure_shapes(parser, argv, ("the forward's", "forward"), rows_of, print_rows)

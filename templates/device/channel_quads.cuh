@@ -16,10 +16,6 @@ __device__ __forceinline__ float4 operator*(float a, const float4& b) {
   return make_float4(a * b.x, a * b.y, a * b.z, a * b.w);
 }
 
-__device__ __forceinline__ float sum_of_products(const float4& a, const float4& b, float sum) {
-  return fmaf(a.w, b.w, fmaf(a.z, b.z, fmaf(a.y, b.y, fmaf(a.x, b.x, sum))));
-}
-
 __device__ __forceinline__ float4 ones() { return make_float4(1.0f, 1.0f, 1.0f, 1.0f); }
 
 template <int kDtype>

@@ -40,15 +40,7 @@ __device__ __forceinline__ uint64_t step_of_columns(uint64_t right, int k) {
 // 16 rows of a tile, from 16 k on.
 __device__ __forceinline__ uint64_t step_of_rows(uint64_t right, int k) { return right + k * 16 * kPanelRowBytes / 16; }
 
-// A step's 16 columns of an accumulator rounded to bf16, as a left factor.
-__device__ __forceinline__ void pack_step(uint32_t (&left)[4], const float (&first)[4], const float (&second)[4]) {
-  left[0] = pack_bf16(first[0], first[1]);
-  left[1] = pack_bf16(first[2], first[3]);
-  left[2] = pack_bf16(second[0], second[1]);
-  left[3] = pack_bf16(second[2], second[3]);
-}
-
-// The same in two parts, as split does it.
+// A step's 16 columns of an accumulator as a left factor in two parts, as split does it.
 __device__ __forceinline__ void split_step(uint32_t (&high)[4], uint32_t (&low)[4], const float (&first)[4],
                                            const float (&second)[4]) {
 #pragma unroll

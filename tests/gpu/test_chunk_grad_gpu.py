@@ -13,6 +13,7 @@ from cake_kda_jit.errors import UnsupportedProblemError
 from ..programs.gradients import INPUTS, exact_chunk_gradients, grad_outputs, grad_values, random_edges
 from ..programs.pipeline import (
     BAD_BLOCKS,
+    FUSED,
     Pack,
     Tables,
     assert_equal_bits,
@@ -25,7 +26,6 @@ from .twins import launch_on_device, launch_twin
 pytestmark = pytest.mark.gpu
 
 EDGES = (0, 1, 63, 64, 65, 0, 130, 16, 17)
-FUSED = {"gate_form": "bounded", "beta_form": "sigmoid", "l2norm": True}
 
 # Each is relative to the norm of its (chunk, head). dv is the same product, rounded once; dbeta adds fp32 sums in
 # another order. dq and dk differ by TF32 roundings of pairs (2^-12 in each of two factors) and by elements that bf16

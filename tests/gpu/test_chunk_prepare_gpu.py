@@ -15,6 +15,7 @@ from cake_kda_jit.runtime.load import get_kernel
 
 from ..programs.pipeline import (
     BAD_BLOCKS,
+    FUSED,
     TILE_NAMES,
     Pack,
     Tables,
@@ -32,7 +33,6 @@ from ..programs.pipeline import (
 pytestmark = pytest.mark.gpu
 
 EDGES = (0, 1, 63, 64, 65, 0, 130)
-FUSED = {"gate_form": "bounded", "beta_form": "sigmoid", "l2norm": True}
 INPUTS = ("q", "k", "g", "beta")
 
 # Both round the same fp32 numbers to bf16, which differ by 1e-6: few elements fall on the other side.

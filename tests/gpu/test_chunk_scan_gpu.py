@@ -14,6 +14,7 @@ from cake_kda_jit.reference import transfer_walk_reference
 from ..programs.pipeline import (
     BAD_BLOCKS,
     CHUNK,
+    FUSED,
     Pack,
     assert_near,
     edited,
@@ -30,17 +31,16 @@ from .twins import (
     VARIANTS,
     assert_close,
     bits,
-    cuda_families,
     device_has,
     document_of,
     launch_on_device,
     launch_twin,
+    launcher_fixture,
 )
 
 pytestmark = pytest.mark.gpu
 
 EDGES = (0, 1, 63, 64, 65, 0, 200)
-FUSED = {"gate_form": "bounded", "beta_form": "sigmoid", "l2norm": True}
 
 # S is rounded to bf16 as a factor, which the twin does not do: a unit of 2^-9 in v' and in o, and o is then rounded by
 # both. A tile of h falls to the other side of a tie where S differs by what weak gates keep of many chunks.
@@ -56,11 +56,7 @@ def run_scan(pack: Pack, tiles, *, launcher, heads=None, checkpoint_chunks=2, se
     return {name: tensor for name, tensor in outputs.items() if values[name] is not None}
 
 
-@pytest.fixture(params=cuda_families("chunk_scan"))
-def launcher(request):
-    if not device_has(request.param):
-        pytest.skip(f"this device has no family {request.param}")
-    return partial(launch_on_device, family=request.param)
+launcher = launcher_fixture("chunk_scan")
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from ..programs.gradients import do_values
 from ..programs.pipeline import (
     BAD_BLOCKS,
     CHUNK,
+    FUSED,
     Pack,
     assert_near,
     edited,
@@ -33,18 +34,17 @@ from .twins import (
     VARIANTS,
     assert_close,
     bits,
-    cuda_families,
     device_has,
     document_of,
     launch_on_device,
     launch_twin,
+    launcher_fixture,
 )
 
 pytestmark = pytest.mark.gpu
 
 EDGES = (0, 1, 63, 64, 65, 0, 200)
 SEGMENTED = (0, 300, 64, 0, 130)
-FUSED = {"gate_form": "bounded", "beta_form": "sigmoid", "l2norm": True}
 REPLAYED = ("h", "v_new")
 
 # beta z, and an fp16 do, are rounded to bf16 as factors, 2^-9, which the twin does not do. Weak gates keep what a step
@@ -70,11 +70,7 @@ def run_grad_scan(pack: Pack, tiles, *, launcher, heads=None, dfinal_state="rand
     return {name: tensor for name, tensor in outputs.items() if values[name] is not None and name not in unused}
 
 
-@pytest.fixture(params=cuda_families("grad_scan"))
-def launcher(request):
-    if not device_has(request.param):
-        pytest.skip(f"this device has no family {request.param}")
-    return partial(launch_on_device, family=request.param)
+launcher = launcher_fixture("grad_scan")
 
 
 @pytest.fixture

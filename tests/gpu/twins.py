@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -59,6 +62,18 @@ def launch_on_device(
     for name, output in outputs.items():
         if values[name] is not None:
             output.copy_(moved[name])
+
+
+def launcher_fixture(program: str) -> Callable:
+    """A fixture that launches on the device, once for each CUDA family of a program; others than the device's skip."""
+
+    @pytest.fixture(params=cuda_families(program))
+    def launcher(request):
+        if not device_has(request.param):
+            pytest.skip(f"this device has no family {request.param}")
+        return partial(launch_on_device, family=request.param)
+
+    return launcher
 
 
 def launch_twin(program: str, variant: str, values: dict[str, object], outputs: dict[str, Tensor]) -> None:

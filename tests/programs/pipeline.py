@@ -16,6 +16,9 @@ from cake_kda_jit.reference import beta as transform_beta
 from cake_kda_jit.reference import gate, l2norm
 from cake_kda_jit.runtime.load import get_kernel
 
+FUSED = {"gate_form": "bounded", "beta_form": "sigmoid", "l2norm": True}
+"""Every transform of the inputs in the kernels."""
+
 CHUNK = 64
 LOWER_BOUND = -5.0
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -11,6 +11,7 @@ from cake_kda_jit.errors import UnsupportedProblemError
 
 from .pipeline import (
     BAD_BLOCKS,
+    FUSED,
     TILE_NAMES,
     Pack,
     assert_equal_bits,
@@ -28,7 +29,6 @@ from .pipeline import (
 )
 
 EDGES = (0, 1, 63, 64, 65, 0, 130)
-FUSED = {"gate_form": "bounded", "beta_form": "sigmoid", "l2norm": True}
 
 
 def assert_exact_tiles(pack: Pack, tiles) -> None:

@@ -17,6 +17,7 @@ from cake_kda_jit.reference import recurrent_kda, transfer_walk_reference
 from .pipeline import (
     BAD_BLOCKS,
     FP32_TOLERANCE,
+    FUSED,
     Pack,
     assert_equal_bits,
     assert_near,
@@ -35,7 +36,6 @@ from .pipeline import (
 )
 
 EDGES = (0, 1, 63, 64, 65, 0, 200)
-FUSED = {"gate_form": "bounded", "beta_form": "sigmoid", "l2norm": True}
 
 
 def scan_outputs(pack: Pack, num_heads: int, checkpoint_chunks: int) -> dict[str, torch.Tensor]:

@@ -195,11 +195,6 @@ using Square = float[kChunk];
 }
 
 // A state S has its K rows in scratch; its tile, h or dS [HB, chunks, V, K], is the transpose of that.
-[[maybe_unused]] inline void load_state_tile(Row* S, const void* tiles, const Place& at, Row* transposed) {
-  load_tile<kHeadDim, kHeadDim, kPitch>(transposed[0], tiles, at.tile, kHeadDim);
-  transpose(S, transposed);
-}
-
 [[maybe_unused]] inline void store_state_tile(void* tiles, const Place& at, const Row* S, Row* transposed) {
   transpose(transposed, S);
   store_tile<kHeadDim, kHeadDim, kPitch>(tiles, at.tile, transposed[0], kHeadDim);
