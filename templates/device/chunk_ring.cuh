@@ -5,10 +5,12 @@
 
 namespace {
 
+constexpr int kWarpThreads = 32;
 constexpr int kGroupThreads = 128;  // of a warpgroup
 constexpr int kGroups = 3;          // of a stage's tiles, by when they are read
 
-// A stage's: of each group one that it is full and one that it is empty.
+// A stage's: of each group one that it is full and one that it is empty. At the former each lane that writes arrives for
+// itself: that __syncwarp() and one lane's word order the others' writes is more than racecheck knows.
 struct Barriers {
   uint64_t of_group[kGroups];
 

@@ -20,6 +20,13 @@ constexpr int kNumBlocks = kChunk / kBlockRows;
 
 using BlockValues = float[2][4];
 
+// The lane's number, asked for anew, lest what depends on it is kept in registers from one use to the next.
+__device__ __forceinline__ int lane_anew() {
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
+
 __device__ __forceinline__ int lane_group() { return threadIdx.x % 32 / 4; }  // g
 __device__ __forceinline__ int lane_part() { return threadIdx.x % 4; }        // t
 
@@ -195,8 +202,7 @@ template <int kCount>
 __device__ __forceinline__ float sum_over_channels(float (&values)[kCount]) {
   static_assert(kCount == 4 || kCount == 8, "a lane returns one sum");
   constexpr unsigned kAllLanes = 0xffffffffu;
-  unsigned lane;  // asked for anew, lest its bits are kept in registers from one sum to the next
-  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  const int lane = lane_anew();
 #pragma unroll
   for (int count = kCount / 2, distance = 16; count >= 1; count /= 2, distance /= 2) {
     const bool keeps_upper = lane & distance;
@@ -213,6 +219,9 @@ __device__ __forceinline__ float sum_over_channels(float (&values)[kCount]) {
 
 // Finite numbers rounded to TF32, ties away from zero: mma ignores the 13 bits that TF32 lacks.
 __device__ __forceinline__ uint32_t tf32_bits(float x) { return __float_as_uint(x) + 0x1000u; }
+
+// What mma takes them for.
+__device__ __forceinline__ float tf32_value(float x) { return __uint_as_float(tf32_bits(x) & 0xffffe000u); }
 
 // A block of the lane's numbers as a left factor.
 struct Tf32Block {

@@ -7,13 +7,8 @@ namespace {
 
 enum GateForm : int { kGateReady = 0, kGateSoftplus = 1, kGateBounded = 2 };
 
-// log(1 + e^x). log(1 + u) would be exactly 0 below x = -16.6; log1p keeps every digit.
-__device__ __forceinline__ float softplus(float x) {
-  return fmaxf(x, 0.0f) + log1pf(exp2_approximate(-kLog2E * fabsf(x)));
-}
-
 // log2(1 + 2^x) to 2e-7 of itself: max(x, 0) + log2(1 + u) with u = 2^-|x|, and log2(1 + u) as u times the polynomial
-// of degree 8 with the least relative error on [0, 1].
+// of degree 8 with the least relative error on [0, 1]. The logarithm of the sum would be exactly 0 below x = -24.
 __device__ __forceinline__ float softplus2(float x) {
   constexpr float kCoefficients[] = {0.00754918220f, -0.0425670594f, 0.112856187f, -0.197118968f, 0.275641412f,
                                      -0.358408481f,  0.480692953f,   -0.721340179f, 1.44269502f};

@@ -7,10 +7,12 @@
 
 namespace {
 
+constexpr float kLn2 = 0.69314718055994531f;
+
 template <int kForm>
 __device__ __forceinline__ float gate_decay(float x, float amplitude, float lower_bound) {
   if constexpr (kForm == kGateReady) return exp2_approximate(kLog2E * x);
-  if constexpr (kForm == kGateSoftplus) return exp2_approximate(-kLog2E * amplitude * softplus(x));
+  if constexpr (kForm == kGateSoftplus) return exp2_approximate(-amplitude * softplus2(kLog2E * x));
   const float sigmoid = reciprocal(1.0f + exp2_approximate(-kLog2E * amplitude * x));
   return exp2_approximate(kLog2E * lower_bound * sigmoid);
 }
@@ -26,10 +28,10 @@ __device__ __forceinline__ float gate_backward(float dg, float x, float amplitud
     return dx;
   }
   if constexpr (kForm == kGateSoftplus) {
-    const float g = -amplitude * softplus(x);
+    const float g2 = -amplitude * softplus2(kLog2E * x);
     const float slope = -amplitude * reciprocal(1.0f + exp2_approximate(-kLog2E * x));
-    const float dx = exp2_approximate(kLog2E * g) == 0.0f ? 0.0f : dg * slope;
-    term = dx == 0.0f ? 0.0f : dg * g;
+    const float dx = exp2_approximate(g2) == 0.0f ? 0.0f : dg * slope;
+    term = dx == 0.0f ? 0.0f : dg * (kLn2 * g2);
     return dx;
   }
   term = 0.0f;
