@@ -86,7 +86,8 @@ def our_call(tensors: list[torch.Tensor], keywords: dict[str, object], options: 
     parameters = tuple(keywords[name] for name in ("A_log", "dt_bias") if name in keywords)
 
     def run(*inputs: torch.Tensor) -> torch.Tensor:
-        return chunk_kda(*inputs, **keywords, options=options)[0][0]
+        # [0] would make the backward fill a tensor with zeros and copy the gradient into it, 4 % of a step.
+        return chunk_kda(*inputs, **keywords, options=options)[0].flatten(0, 1)
 
     return Call("cake_kda_jit", tuple(tensors), run, keywords, parameters)
 

@@ -128,7 +128,7 @@ def _fla_calls(tensors, keywords, boundaries) -> dict[str, Call]:
     given |= parameters
 
     def run(*inputs: torch.Tensor) -> torch.Tensor:
-        return module.chunk_kda(*inputs, **given)[0][0]
+        return module.chunk_kda(*inputs, **given)[0].flatten(0, 1)  # a view in the backward too
 
     inputs = tuple(tensor.detach() for tensor in tensors)
     return {"fla": Call(f"fla {version}", inputs, run, keywords, tuple(parameters.values()))}
