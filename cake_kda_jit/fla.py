@@ -50,8 +50,9 @@ def chunk_kda(
 ) -> tuple[Tensor, Tensor | None]:
     """Kimi Delta Attention; shapes, dtypes and errors as in ``cake_kda_jit.chunk_kda``, arguments as in theirs.
 
-    ``disable_recompute`` chooses what the forward keeps: everything (``KdaOptions(backward="saved")``), or states every
-    512 tokens ("replay"); both give the same bits. ``use_graph`` takes the documents from ``cu_seqlens`` on the device,
+    ``disable_recompute`` chooses what the forward keeps: everything that the backward reads
+    (``KdaOptions(backward="saved", keep_decayed_qk=True)``), or states every 512 tokens (``backward="replay"``); both
+    give the same bits. ``use_graph`` takes the documents from ``cu_seqlens`` on the device,
     of ``max_num_seqs + 1`` entries or fewer, so that a captured call may be replayed after their content has changed;
     rows of outputs and gradients behind the last document are then 0. ``chunk_size`` 32 and ``safe_gate`` change no
     result. ``A_log`` and ``dt_bias`` of any dtype are computed with in fp32. ``transpose_state_layout`` is their old
@@ -75,8 +76,8 @@ def chunk_kda(
             "use_graph=True beside cp_context, whose documents are fixed; leave one of them out"
         )
     plan = _graph_plan(q, v, cu_seqlens, use_graph, max_num_seqs)
-    # A context has options of its own.
-    options = None if cp_context is not None else KdaOptions(backward="saved" if disable_recompute else "replay")
+    kept = KdaOptions("saved", keep_decayed_qk=True) if disable_recompute else KdaOptions("replay")
+    options = None if cp_context is not None else kept  # a context has options of its own
     return api.chunk_kda(
         q,
         k,

@@ -160,6 +160,8 @@ def test_recomputation_is_our_choice_of_backward():
     for disable_recompute in (False, True):
         o, _ = fla.chunk_kda(*inputs, disable_recompute=disable_recompute)
         gradients.append(torch.autograd.grad(o.sum(), inputs))
+        prepares_again = "chunk_prepare" in [launched.program for launched in last_launches()]
+        assert prepares_again == (not disable_recompute)
     assert all(torch.equal(one, other) for one, other in zip(*gradients))
 
 

@@ -1,11 +1,11 @@
 """The speed and memory of a training step of chunk_kda on a CUDA device, whole and program by program.
 
-Run ``python -m cake_kda_jit.bench backward [--shapes T,H,DOCUMENTS,GATES ...] [--modes saved replay]
-[--peers fla,cudnn] [--workspace-limit BYTES] [--json FILE]``. The arms of a shape run in turn, on the same tensors.
-A row of a whole step has in ``bytes`` the memory that it needs beside what was allocated before its forward: context,
-workspace, o and the gradients; its error is that of the worst gradient against FP64, for two heads of the first
-document's beginning. A program's row has the memory traffic that the program states. Figures of other libraries that
-were recorded earlier stand beside, marked so.
+Run ``python -m cake_kda_jit.bench backward [--shapes T,H,DOCUMENTS,GATES ...] [--modes saved saved+qk replay]
+[--peers fla,cudnn] [--workspace-limit BYTES] [--json FILE]``. The arms of a shape run in turn, on the same tensors;
+saved+qk is saved with ``keep_decayed_qk``. A row of a whole step has in ``bytes`` the memory that it needs beside what
+was allocated before its forward: context, workspace, o and the gradients; its error is that of the worst gradient
+against FP64, for two heads of the first document's beginning. A program's row has the memory traffic that the program
+states. Figures of other libraries that were recorded earlier stand beside, marked so.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -34,8 +35,12 @@ SHAPES = (
     "32768,32,1,weak",
     "131072,8,1,weak",
 )
-MODES = ("saved", "replay")
 CHECKPOINT_TOKENS = 512
+MODES = {
+    "saved": KdaOptions(backward="saved"),
+    "saved+qk": KdaOptions(backward="saved", keep_decayed_qk=True),
+    "replay": KdaOptions(backward="replay", checkpoint_tokens=CHECKPOINT_TOKENS),
+}
 CHECKED_TOKENS = 2048
 """Of the first document, compared with FP64: every gradient of the first and the last head."""
 SEGMENT_TOKENS = 2048
@@ -62,11 +67,11 @@ def stated_bytes(mode: str) -> dict[str, float]:
     tiles = 3 * ROW + 2 * SQUARE + DECAY
     kept = checkpoints if replays else STATE_TILE + VALUE_ROW
     inputs = 3 * ROW + 2
-    again = tiles - (SQUARE if replays else 2 * SQUARE)
+    again = 0 if MODES[mode].keep_decayed_qk else inputs + tiles - (SQUARE if replays else 2 * SQUARE)
     replay = (2 * ROW + SQUARE + DECAY) + ROW + 2 + STATE_TILE + VALUE_ROW + checkpoints
     summary = 2 * ROW + SQUARE + DECAY + 2
     return {
-        "chunk_prepare": inputs + tiles + inputs + again,
+        "chunk_prepare": inputs + tiles + again,
         "segment_summary": 2 * summary + ROW + (tiles + ROW + 2) + 3 * MATRIX_SHARE,
         "transfer_walk": 6 * MATRIX_SHARE,
         "chunk_scan": tiles + 2 * ROW + 2 + kept,
@@ -74,11 +79,6 @@ def stated_bytes(mode: str) -> dict[str, float]:
         "chunk_grad": 4 * ROW + 2 + 2 * STATE_TILE + VALUE_ROW + GRADIENT_ROW + 4 * ROW + 2 + 8,
         "parameter_reduce": 8,
     }
-
-
-def options_of(mode: str, workspace_limit: int | None) -> KdaOptions:
-    """Return the options of a mode."""
-    return KdaOptions(backward=mode, checkpoint_tokens=CHECKPOINT_TOKENS, workspace_limit=workspace_limit)
 
 
 def our_call(tensors: list[torch.Tensor], keywords: dict[str, object], options: KdaOptions) -> Call:
@@ -170,7 +170,8 @@ def program_times(step: Callable[[], None], runs: int) -> dict[str, Times]:
 def rows_of(shape: Shape, device: torch.device, options: argparse.Namespace, names: list[str]) -> list[Row]:
     """Return the rows of whole steps, ours in each mode and the peers', then those of our programs, by falling time."""
     tensors, keywords = make_inputs(shape, device)
-    calls = {mode: our_call(tensors, keywords, options_of(mode, options.workspace_limit)) for mode in options.modes}
+    limit = options.workspace_limit
+    calls = {mode: our_call(tensors, keywords, replace(MODES[mode], workspace_limit=limit)) for mode in options.modes}
     others = peers.make_calls(names, tensors, keywords, shape.boundaries())
     tokens, arms = min(CHECKED_TOKENS, shape.boundaries()[1]), []
     for name, call in (calls | others).items():
@@ -217,6 +218,6 @@ def print_rows(shape: Shape, rows: list[Row]) -> None:
 def main(argv: list[str]) -> int:
     """Measure every shape in every mode; returns 0, 2 without a CUDA device."""
     parser = make_parser("backward", __doc__.splitlines()[0], SHAPES)
-    parser.add_argument("--modes", nargs="+", default=MODES, choices=MODES)
+    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
     parser.add_argument("--workspace-limit", type=int, help="bytes of scratch; else the default of chunk_kda")
     return measure_shapes(parser, argv, ("a training step's", "forward and backward"), rows_of, print_rows)

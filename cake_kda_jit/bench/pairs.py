@@ -27,7 +27,7 @@ OPTIONS: dict[str, tuple[object, ...]] = {
     "final_state": ("no", "output", "output and gradient"),
     "state_v_first": (True, False),
     "layout": ("packed", "batched"),
-    "backward": ("saved", "replay"),
+    "backward": ("saved", "saved and decayed qk", "replay"),
     "checkpoint_tokens": (64, 128, 512),
     "workspace_limit": ("None", "one group"),
     "segment_tokens": ("by rule", 0, 64),

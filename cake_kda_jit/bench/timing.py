@@ -16,19 +16,21 @@ from pathlib import Path
 import torch
 
 from ..ops.api import chunk_kda
-from ..ops.forward import context_dtype, context_shapes
+from ..ops.forward import context_dtype, context_shapes, kept_tiles
 from ..ops.inputs import Inputs
 from ..ops.plan import Plan, make_plan
-from ..ops.problem import KdaOptions
+from ..ops.problem import CHUNK_TOKENS, KdaOptions
+from ..ops.workspace import tile_bytes
 from ..programs.tile_fields import VALUE_ROWS
 from .core import Arm, Row, machine, measure, print_table, write_report
 from .problems import NAMES, Problem, make_problem
 
 DEFAULT_FILE = Path("docs/measurements/cpu_timing.json")
 WHAT = "chunk_kda on the cpu family: bf16, softplus gate, one document, no initial state"
-CHECKPOINT_TOKENS = 512
-ARMS = {"forward": None, "forward + backward, saved": "saved", "forward + backward, replay": "replay"}
-"""Each arm's backward mode, None for a forward that keeps nothing."""
+SAVED, KEPT = KdaOptions("saved"), KdaOptions("saved", keep_decayed_qk=True)
+REPLAY = {tokens: KdaOptions("replay", tokens) for tokens in (64, 512, 4096)}
+ARMS = {"forward": None, "forward + backward, saved": SAVED, "forward + backward, replay": REPLAY[512]}
+"""Each arm's options, None for a forward that keeps nothing."""
 
 
 @dataclass(frozen=True)
@@ -48,33 +50,33 @@ class Shape:
 SHAPES = (Shape(512), Shape(4096))
 
 
-def kept_bytes(head_dim: int, backward: str, checkpoint_tokens: int, tile_bytes: int = 4) -> float:
+def kept_bytes(head_dim: int, options: KdaOptions, element_bytes: int = 4) -> float:
     """Return the bytes per token and value head that a forward keeps for its backward, beside the inputs.
 
-    For a long document without segments, whose M adds little; ``tile_bytes`` is the size of a tile's element.
+    For a long document without segments, whose M adds little; ``element_bytes`` is the size of a tile's element.
     """
-    square, state = 64 * 64 * tile_bytes, head_dim * head_dim
-    if backward == "saved":  # Tinv, Aqk, h and v_new of each chunk
-        return (2 * square + (state + VALUE_ROWS[tile_bytes] * head_dim) * tile_bytes) / 64
-    return square / 64 + state * 4 / checkpoint_tokens  # Tinv, and an fp32 state per interval
+    sizes, state = tile_bytes(1, head_dim, element_bytes), head_dim * head_dim
+    prepared = sum(sizes[name] for name in kept_tiles(options))
+    if options.backward == "replay":  # an fp32 state per interval
+        return prepared / CHUNK_TOKENS + state * 4 / options.checkpoint_tokens
+    return (prepared + (state + VALUE_ROWS[element_bytes] * head_dim) * element_bytes) / CHUNK_TOKENS  # h and v_new
 
 
-def context_bytes(problem: Problem, plan: Plan, backward: str | None) -> int:
+def context_bytes(problem: Problem, plan: Plan, options: KdaOptions | None) -> int:
     """Return the bytes that a forward of a packed problem keeps for its backward, beside the inputs."""
     tensors = [problem.inputs[name].flatten(0, 1) for name in NAMES]
     optional = [problem.keywords.get(name) for name in ("A_log", "dt_bias", "initial_state")]
     tables = (plan.chunk_table, plan.segment_table, plan.summary_offsets, plan.num_summaries, plan.has_spare_rows)
-    shapes = context_shapes(Inputs(*tensors, *optional, *tables), backward, CHECKPOINT_TOKENS)
+    shapes = context_shapes(Inputs(*tensors, *optional, *tables), options)
     return sum(math.prod(shape) * context_dtype(name, shapes, plan.device).itemsize for name, shape in shapes.items())
 
 
-def _step(problem: Problem, plan: Plan, backward: str | None) -> Callable[[], object]:
-    if backward is None:
+def _step(problem: Problem, plan: Plan, options: KdaOptions | None) -> Callable[[], object]:
+    if options is None:
         inputs = [problem.inputs[name] for name in NAMES]
         return lambda: chunk_kda(*inputs, plan=plan, **problem.keywords)
     leaves = {name: tensor.clone().requires_grad_() for name, tensor in problem.leaves().items()}
     keywords = problem.keywords | {name: leaf for name, leaf in leaves.items() if name not in NAMES}
-    options = KdaOptions(backward=backward, checkpoint_tokens=CHECKPOINT_TOKENS)
     gradient = torch.randn(problem.inputs["v"].shape).to(torch.bfloat16)
 
     def step() -> None:
@@ -93,8 +95,8 @@ def rows_of(shape: Shape, runs: int) -> list[Row]:
     )
     plan = make_plan(problem.cu_seqlens, num_heads=shape.heads, head_dim=shape.head_dim, device="cpu")
     arms = [
-        Arm(name, "cake_kda_jit, cpu", _step(problem, plan, backward), context_bytes(problem, plan, backward))
-        for name, backward in ARMS.items()
+        Arm(name, "cake_kda_jit, cpu", _step(problem, plan, options), context_bytes(problem, plan, options))
+        for name, options in ARMS.items()
     ]
     times = measure(arms, plan.device, warmup=1, runs=runs)
     return [Row(shape.label, arm.name, arm.engine, times[arm.name], arm.bytes) for arm in arms]
@@ -113,13 +115,13 @@ def print_times(shapes: Sequence[Shape], rows: Sequence[Row]) -> None:
 
 def print_memory() -> None:
     """Print as Markdown what each backward mode keeps, in bytes per token and value head, from the shapes."""
-    modes = [("saved", 512), ("replay", 64), ("replay", 512), ("replay", 4096)]
     lines = []
     for head_dim in (64, 128):
         for name, size in (("fp32", 4), ("bf16", 2)):
-            cells = [f"{kept_bytes(head_dim, mode, tokens, size):.0f}" for mode, tokens in modes]
+            cells = [f"{kept_bytes(head_dim, options, size):.0f}" for options in (KEPT, SAVED, *REPLAY.values())]
             lines.append([str(head_dim), name, *cells])
-    print_table(["K = V", "tiles", "saved", "replay, 64 tokens", "replay, 512", "replay, 4096"], lines)
+    modes = ["saved, decayed q and k", "saved", *(f"replay, {tokens} tokens" for tokens in REPLAY)]
+    print_table(["K = V", "tiles", *modes], lines)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from ..ops.backward import Gradients, empty_gradients, empty_partials, prepare_again
-from ..ops.forward import Context
+from ..ops.forward import Context, kept_tiles
 from ..ops.pipeline import Tiles
 from ..ops.workspace import HeadBlock
 from .passes import ParallelPass
@@ -129,5 +129,5 @@ def parallel_backward(
     """Return the gradients; do of the rank's tokens, of any strides, dfinal_state ``[N, HV, K, V]`` contiguous."""
     backward = _Backward(call, context, do, dfinal_state)
     replays = int(backward.replays)
-    call.run(backward.steps, states=1 + replays, values=1 + replays, kept_squares=2 - replays)
+    call.run(backward.steps, states=1 + replays, values=1 + replays, kept=kept_tiles(call.ctx.options))
     return backward.finish(dfinal_state)

@@ -182,7 +182,7 @@ class KcpContext(ParallelContext):
         if self._fixed != (problem, q.device):
             self._fix_problem(problem, q.device)
         self.prepare(q.device)
-        options = (self.options.backward, self.options.checkpoint_tokens)
+        options = (self.options.backward, self.options.checkpoint_tokens, self.options.keep_decayed_qk)
         sizes = (self.handle, self.num_documents, *self._sizes)
         o, final_state, *_ = OPERATORS.kcp_chunk_kda_forward(
             *tensors, *sizes, *transforms, *options, output_final_state, keep

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ..ops.forward import Context, make_context, make_tiles
+from ..ops.forward import Context, make_context
 from ..ops.pipeline import Pipeline, Tiles
 from ..ops.select import select_attention
 from ..ops.workspace import HeadBlock
@@ -43,7 +43,7 @@ class _Forward:
         call, phases = self.call, self.phases
         tiles = None
         if call.has_chunks:
-            tiles = make_tiles(call.pipeline, block, self.context)
+            tiles = call.pipeline.make_tiles(block, **self.context.tiles(block))
             call.pipeline.prepare(block, tiles)
             call.summarize(block, tiles, M=self.M, B=self.B)
             self._scan(block, tiles, phases.heads, self.heads_entry, self.heads_exit)
@@ -88,5 +88,6 @@ def parallel_forward(
 ) -> tuple[torch.Tensor, torch.Tensor | None, Context]:
     """Return o of the rank's tokens, the final states of the documents that end here, and what the backward needs."""
     forward = _Forward(call, output_final_state, keep)
-    call.run(forward.steps, states=0, values=0, kept_squares=0)
+    # Ranks cut heads alike whether or not their own tensors ask for a gradient: all tiles count as scratch.
+    call.run(forward.steps, states=0, values=0, kept=())
     return forward.o, forward.final_state() if output_final_state else None, forward.context

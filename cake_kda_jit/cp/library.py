@@ -6,7 +6,9 @@ import torch
 
 from ..ops.forward import CONTEXT_NAMES, Context, context_dtype, context_shapes
 from ..ops.inputs import Inputs, joined
-from ..ops.operators import NAMESPACE, define, differentiate, refuse_gradient, whole
+from ..ops.operations import given_like
+from ..ops.operators import NAMESPACE, define, differentiate, present, refuse_gradient, whole
+from ..ops.problem import KdaOptions
 from .backward import parallel_backward
 from .context import KcpContext, get_context
 from .conv import ConvTensors, parallel_conv_backward, parallel_conv_forward
@@ -24,20 +26,15 @@ _TENSORS = (
 _OPTIONS = (
     "SymInt context, SymInt num_documents, SymInt num_chunks, SymInt num_segments, SymInt num_summaries, "
     "float scale, float? lower_bound, bool use_qk_l2norm, str gate_form, str beta_form, "
-    "str backward, int checkpoint_tokens"
+    "str backward, int checkpoint_tokens, bool keep_decayed_qk"
 )
 _NUM_TENSORS = 8
 _NUM_STRIDED = 5  # q, k, v, g and beta; all others are contiguous
 _FIRST_TRANSFORM, _END_TRANSFORM = 13, 18
-_NUM_ARGUMENTS = 20  # tensors, sizes, transforms, backward and checkpoint_tokens
+_NUM_ARGUMENTS = 21  # tensors, sizes, transforms, and the options that say what is kept
 _CONV_TENSORS = "Tensor x, Tensor weight, Tensor? bias, Tensor? initial_state, "
 _CONV_SIZES = "SymInt context, SymInt num_documents, SymInt num_entered"
 _NUM_CONV_TENSORS = 4
-_NO_SECOND_DERIVATIVE = "a second derivative is not supported: call without create_graph"
-
-
-def _present(tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    return like.new_empty(0, dtype=torch.float32) if tensor is None else tensor
 
 
 def _given(tensor: torch.Tensor | None, input_: torch.Tensor | None) -> torch.Tensor | None:
@@ -70,17 +67,18 @@ def _forward(*arguments):
         make_pass(*_split(arguments), backward=False), output_final_state=output_final_state, keep=keep
     )
     kept = (getattr(context, name) for name in CONTEXT_NAMES)
-    return o, *(_present(tensor, o) for tensor in (final_state, *kept))
+    return o, *(present(tensor, o) for tensor in (final_state, *kept))
 
 
 def _forward_fake(*arguments):
     q, k, v, g, beta, *others = arguments[:_NUM_TENSORS]
     num_documents, num_chunks, num_segments, num_summaries = arguments[_NUM_TENSORS + 1 : _FIRST_TRANSFORM]
-    backward, checkpoint_tokens, output_final_state, keep = arguments[_END_TRANSFORM:]
+    backward, checkpoint_tokens, keep_decayed_qk, output_final_state, keep = arguments[_END_TRANSFORM:]
+    options = KdaOptions(backward, checkpoint_tokens, keep_decayed_qk=keep_decayed_qk)
     chunk_table, segment_table = (q.new_empty((size, 4), dtype=torch.int32) for size in (num_chunks, num_segments))
     joined_ = (*(joined(tensor, 3) for tensor in (q, k, v, g)), joined(beta, 2))
     inputs = Inputs(*joined_, *others, chunk_table, segment_table, chunk_table, num_summaries, False)
-    shapes = context_shapes(inputs, backward if keep else None, checkpoint_tokens)
+    shapes = context_shapes(inputs, options if keep else None)
     o = inputs.v.new_empty(inputs.v.shape)
     state = (num_documents, inputs.num_value_heads, inputs.head_dim, inputs.head_dim)
     kept = (o.new_empty(shapes.get(name, (0,)), dtype=context_dtype(name, shapes, o.device)) for name in CONTEXT_NAMES)
@@ -91,12 +89,12 @@ def _backward(do, dfinal_state, *rest):
     context, arguments = Context(*rest[: len(CONTEXT_NAMES)]), rest[len(CONTEXT_NAMES) :]
     found = parallel_backward(make_pass(*_split(arguments), backward=True), context, joined(do, 3), dfinal_state)
     others = (found.dA_log, found.ddt_bias, found.dinitial_state)
-    return found.dq, found.dk, found.dv, found.dg, found.dbeta, *(_present(tensor, do) for tensor in others)
+    return found.dq, found.dk, found.dv, found.dg, found.dbeta, *(present(tensor, do) for tensor in others)
 
 
 def _backward_fake(do, dfinal_state, *rest):
     tensors = rest[len(CONTEXT_NAMES) :][:_NUM_TENSORS]
-    return tuple(_present(None, do) if tensor is None else tensor.new_empty(tensor.shape) for tensor in tensors)
+    return tuple(present(None, do) if tensor is None else tensor.new_empty(tensor.shape) for tensor in tensors)
 
 
 define(
@@ -125,16 +123,13 @@ def _autograd(ctx, do, dfinal_state, *_):
     saved = ctx.saved_tensors  # read once: under activation checkpointing a second reading is an error
     saved = (*saved[:_NUM_STRIDED], *whole(saved[_NUM_STRIDED:]))
     tensors, kept = saved[:_NUM_TENSORS], saved[_NUM_TENSORS:]
-    v = tensors[2]
-    if do is None:
-        do = v.new_zeros(()).expand(v.shape)
-    dfinal_state = _wanted(dfinal_state)
-    gradients = OPERATORS.kcp_chunk_kda_backward(do, dfinal_state, *kept, *tensors, *ctx.options)
+    do = given_like(do, tensors[2])
+    gradients = OPERATORS.kcp_chunk_kda_backward(do, _wanted(dfinal_state), *kept, *tensors, *ctx.options)
     return (*map(_given, gradients, tensors), *[None] * (_NUM_ARGUMENTS - _NUM_TENSORS + 2))
 
 
 differentiate("kcp_chunk_kda_forward", _setup, _autograd)
-refuse_gradient("kcp_chunk_kda_backward", _NO_SECOND_DERIVATIVE)
+refuse_gradient("kcp_chunk_kda_backward")
 
 
 # ---- convolution -----------------------------------------------------------------------------------------------------
@@ -144,7 +139,7 @@ def _conv_forward(x, weight, bias, initial_state, *rest):
     handle, *_, use_silu, output_final_state = rest
     tensors = ConvTensors(x[0], weight, bias, initial_state)
     y, final_state, halo = parallel_conv_forward(get_context(handle), tensors, use_silu, output_final_state)
-    return y.view(x.shape), _present(final_state, x), halo
+    return y.view(x.shape), present(final_state, x), halo
 
 
 def _conv_forward_fake(x, weight, bias, initial_state, *rest):
@@ -153,7 +148,7 @@ def _conv_forward_fake(x, weight, bias, initial_state, *rest):
     dtype = x.dtype if initial_state is None else initial_state.dtype
     final_state = x.new_empty((num_documents, *state_shape), dtype=dtype) if output_final_state else None
     halo = x.new_empty((num_entered, *state_shape), dtype=torch.float32)
-    return x.new_empty(x.shape), _present(final_state, x), halo
+    return x.new_empty(x.shape), present(final_state, x), halo
 
 
 def _conv_backward(dy, dfinal_state, halo, *rest):
@@ -161,12 +156,12 @@ def _conv_backward(dy, dfinal_state, halo, *rest):
     tensors = ConvTensors(x[0], *others)
     found = parallel_conv_backward(get_context(handle), dy[0], dfinal_state, halo, tensors, use_silu)
     dx, dweight, dbias, dinitial_state = found
-    return dx.view(x.shape), dweight, _present(dbias, dx), _present(dinitial_state, dx)
+    return dx.view(x.shape), dweight, present(dbias, dx), present(dinitial_state, dx)
 
 
 def _conv_backward_fake(dy, dfinal_state, halo, *rest):
     x, tensors = rest[0], rest[:_NUM_CONV_TENSORS]
-    return tuple(_present(None, x) if tensor is None else tensor.new_empty(tensor.shape) for tensor in tensors)
+    return tuple(present(None, x) if tensor is None else tensor.new_empty(tensor.shape) for tensor in tensors)
 
 
 define(
@@ -193,15 +188,13 @@ def _conv_setup(ctx, inputs, output):
 def _conv_autograd(ctx, dy, dfinal_state, _):
     halo, x, *others = ctx.saved_tensors
     tensors = (x, *whole(others))
-    if dy is None:
-        dy = x.new_zeros(()).expand(x.shape)
-    dfinal_state = _wanted(dfinal_state)
+    dy, dfinal_state = given_like(dy, x), _wanted(dfinal_state)
     gradients = OPERATORS.kcp_causal_conv1d_backward(dy, dfinal_state, halo.contiguous(), *tensors, *ctx.options)
     return (*map(_given, gradients, tensors), *[None] * 5)  # sizes, use_silu, output_final_state
 
 
 differentiate("kcp_causal_conv1d_forward", _conv_setup, _conv_autograd)
-refuse_gradient("kcp_causal_conv1d_backward", _NO_SECOND_DERIVATIVE)
+refuse_gradient("kcp_causal_conv1d_backward")
 
 
 # ---- tokens of all ranks ---------------------------------------------------------------------------------------------
@@ -246,4 +239,4 @@ def _gather_autograd(ctx, dx):
 
 
 differentiate("kcp_gather", _gather_setup, _gather_autograd)
-refuse_gradient("kcp_scatter_sum", _NO_SECOND_DERIVATIVE)
+refuse_gradient("kcp_scatter_sum")

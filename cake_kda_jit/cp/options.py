@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 
 from .. import config
 from ..errors import UnsupportedProblemError
@@ -23,6 +23,9 @@ class KcpOptions(KdaOptions):
     precision_mode: int = 0
     exchange: str = "auto"
 
+    def __post_init__(self) -> None:
+        pass  # A context checks them: what is wrong on one rank alone is then told to the others, which wait for it.
+
     def resolved(self) -> KcpOptions:
         """Return the options with every knob decided; raises UnsupportedProblemError on a bad value.
 
@@ -33,9 +36,9 @@ class KcpOptions(KdaOptions):
         walk = self.transfer_walk
         if walk is None and config.is_set("TRANSFER_WALK"):
             walk = config.read("TRANSFER_WALK")
-        base = super().resolved()
-        own = {field.name: getattr(base, field.name) for field in fields(KdaOptions)}
-        return KcpOptions(**own, transfer_walk=walk, precision_mode=self.precision_mode, exchange=self.exchange)
+        found = replace(super().resolved(), transfer_walk=walk)
+        found._check()
+        return found
 
 
 def resolve_parallel_options(options: KcpOptions | None) -> KcpOptions:

@@ -20,7 +20,6 @@ import torch
 
 from ..ops.inputs import Inputs, Transforms
 from ..ops.pipeline import Pipeline, Tiles
-from ..ops.problem import CHUNK_TOKENS
 from ..ops.walk import walk
 from ..ops.workspace import HeadBlock, head_blocks, tile_bytes_per_head
 from .states import Given, OwnSpans, RelayExchange, WalkExchange
@@ -87,17 +86,15 @@ class ParallelPass:
         )
         return replace(self.pipeline, inputs=inputs)
 
-    def blocks(self, states: int, values: int, kept_squares: int) -> tuple[list[HeadBlock], int]:
+    def blocks(self, states: int, values: int, kept: tuple[str, ...]) -> tuple[list[HeadBlock], int]:
         """Return the head blocks, alike on all ranks, and how many are under way at a time.
 
-        ``states`` and ``values`` are as in ``tile_bytes_per_head``; ``kept_squares`` of its tiles are no scratch, for
-        a forward has kept them.
+        ``states``, ``values`` and ``kept`` are as in ``tile_bytes_per_head``.
         """
         ctx, inputs, plan = self.ctx, self.inputs, self.ctx.parallel_plan
         heads, value_heads = inputs.num_heads, inputs.num_value_heads
-        itemsize = self.pipeline.tile_dtype.itemsize
-        per_head = tile_bytes_per_head(plan.most_chunks, inputs.head_dim, itemsize, states=states, values=values)
-        per_head -= kept_squares * plan.most_chunks * CHUNK_TOKENS**2 * itemsize
+        sizes = plan.most_chunks, inputs.head_dim, self.pipeline.tile_dtype.itemsize
+        per_head = tile_bytes_per_head(*sizes, states=states, values=values, kept=kept)
         limit = ctx.options.workspace_limit or max(RANK_LIMIT, 2 * per_head * (value_heads // heads))
         whole = head_blocks(per_head, heads, value_heads, limit)
         if not plan.needs_exchange or len(whole) == heads:
@@ -110,7 +107,7 @@ class ParallelPass:
             return [HeadBlock(first, min(half, value_heads - first)) for first in range(0, value_heads, half)], 2
         return head_blocks(2 * per_head, heads, value_heads, limit), 2
 
-    def run(self, steps: Callable[[HeadBlock], Iterator[None]], **scratch: int) -> None:
+    def run(self, steps: Callable[[HeadBlock], Iterator[None]], **scratch: int | tuple[str, ...]) -> None:
         """Run a head block's steps, which yield once, when the exchange is under way, for all head blocks.
 
         ``scratch`` is what ``blocks`` takes.

@@ -6,11 +6,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .forward import Context
+from ..programs.tile_fields import TILE_NAMES
+from .forward import Context, kept_tiles
 from .inputs import Inputs
 from .pipeline import Pipeline, Tiles
 from .problem import KdaOptions
-from .workspace import HeadBlock, head_blocks, tile_bytes_per_head
+from .workspace import HeadBlock, head_blocks
 
 
 @dataclass(frozen=True)
@@ -56,9 +57,7 @@ def chunk_backward(
         return gradients
     partials = empty_partials(pipeline)
     replays = context.checkpoints is not None
-    num_bytes = tile_bytes_per_head(
-        pipeline.num_chunks, inputs.head_dim, pipeline.tile_dtype.itemsize, states=1 + replays, values=1 + replays
-    )
+    num_bytes = pipeline.scratch_bytes(states=1 + replays, values=1 + replays, kept=kept_tiles(options))
     limits = options.workspace_limit, options.backward
     for block in head_blocks(num_bytes, inputs.num_heads, inputs.num_value_heads, *limits):
         _block_gradients(pipeline, options, context, block, do, dfinal_state, gradients, partials)
@@ -104,10 +103,13 @@ def _block_gradients(
 
 def prepare_again(pipeline: Pipeline, block: HeadBlock, context: Context) -> Tiles:
     """Form the tiles of a block again, but for those that the forward kept; returns both."""
-    Aqk = context.block("Aqk", block)
-    tiles = pipeline.make_tiles(block, "ke", "qg", "kg", "decay_total", Aqk=Aqk)
-    pipeline.prepare(block, replace(tiles, Aqk=tiles.Aqk if Aqk is None else None))
-    return replace(tiles, Tinv=context.block("Tinv", block))
+    kept = {name: tile for name, tile in context.tiles(block).items() if tile is not None}
+    missing = [name for name in TILE_NAMES if name not in kept]
+    if not missing:
+        return Tiles(**kept)
+    tiles = pipeline.make_tiles(block, *missing)
+    pipeline.prepare(block, tiles)
+    return replace(tiles, **kept)
 
 
 def _empty_pack(gradients: Gradients, dfinal_state: torch.Tensor | None) -> None:

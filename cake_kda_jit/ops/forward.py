@@ -6,11 +6,11 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from ..programs.tile_fields import VALUE_ROWS
+from ..programs.tile_fields import TILE_NAMES, VALUE_ROWS
 from .inputs import Inputs
 from .pipeline import Pipeline, Tiles, tile_dtype
 from .problem import KdaOptions
-from .workspace import HeadBlock, head_blocks, tile_bytes_per_head
+from .workspace import HeadBlock, head_blocks
 
 
 @dataclass
@@ -18,12 +18,17 @@ class Context:
     """What a forward keeps for its backward; None where a mode does not keep it.
 
     ``saved`` keeps Tinv, Aqk ``[HV, chunks, 64, 64]``, h ``[HV, chunks, V, K]`` and v_new ``[HV, chunks, rows, V]``;
-    ``replay`` keeps Tinv and checkpoints ``[rows, HV, V, K]``. Both keep M ``[summary rows, HV, K, K]``, so that a
-    backward needs no forward summaries.
+    with ``keep_decayed_qk`` also ke, qg, kg ``[HV, chunks, 64, K]`` and decay_total ``[HV, chunks, K]``. ``replay``
+    keeps Tinv and checkpoints ``[rows, HV, V, K]``. Both keep M ``[summary rows, HV, K, K]``, so that a backward needs
+    no forward summaries.
     """
 
     Tinv: torch.Tensor | None = None
     Aqk: torch.Tensor | None = None
+    ke: torch.Tensor | None = None
+    qg: torch.Tensor | None = None
+    kg: torch.Tensor | None = None
+    decay_total: torch.Tensor | None = None
     h: torch.Tensor | None = None
     v_new: torch.Tensor | None = None
     checkpoints: torch.Tensor | None = None
@@ -36,6 +41,10 @@ class Context:
             return tensor
         return tensor[block.first : block.first + block.count]
 
+    def tiles(self, block: HeadBlock) -> dict[str, torch.Tensor | None]:
+        """Return a block's heads of the prepared tiles, None for one that is not kept."""
+        return {name: self.block(name, block) for name in TILE_NAMES}
+
 
 CONTEXT_NAMES = tuple(field.name for field in fields(Context))
 
@@ -45,37 +54,51 @@ def num_checkpoints(num_chunks: int, num_segments: int, checkpoint_tokens: int) 
     return num_chunks * 64 // checkpoint_tokens + num_segments
 
 
-def kept_names(backward: str | None, num_summaries: int) -> tuple[str, ...]:
-    """Return the names of what a forward keeps, in the order of CONTEXT_NAMES; ``backward`` None keeps nothing."""
-    if backward is None:
+def kept_names(options: KdaOptions | None, num_summaries: int) -> tuple[str, ...]:
+    """Return the names of what a forward keeps, in the order of CONTEXT_NAMES; ``options`` None keeps nothing."""
+    if options is None:
         return ()
-    names = ("Tinv", "Aqk", "h", "v_new") if backward == "saved" else ("Tinv", "checkpoints")
+    if options.backward == "replay":
+        names = ("Tinv", "checkpoints")
+    else:
+        decayed = ("ke", "qg", "kg", "decay_total") if options.keep_decayed_qk else ()
+        names = ("Tinv", "Aqk", *decayed, "h", "v_new")
     return (*names, "M") if num_summaries else names
 
 
-def context_shapes(inputs: Inputs, backward: str | None, checkpoint_tokens: int) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor that a forward keeps, in the order of ``kept_names``."""
+def kept_tiles(options: KdaOptions | None) -> tuple[str, ...]:
+    """Return the names of the prepared tiles that a forward keeps, which are no scratch then."""
+    return tuple(name for name in kept_names(options, 0) if name in TILE_NAMES)
+
+
+def context_shapes(inputs: Inputs, options: KdaOptions | None) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every tensor that a forward keeps, in the order of ``kept_names``; None keeps nothing."""
+    if options is None:
+        return {}
     heads, head_dim, chunks = inputs.num_value_heads, inputs.head_dim, inputs.chunk_table.shape[0]
     value_rows = VALUE_ROWS[tile_dtype(inputs.device).itemsize]
+    rows, square = (heads, chunks, 64, head_dim), (heads, chunks, 64, 64)
     shapes = {
-        "Tinv": (heads, chunks, 64, 64),
-        "Aqk": (heads, chunks, 64, 64),
+        "Tinv": square,
+        "Aqk": square,
+        "ke": rows,
+        "qg": rows,
+        "kg": rows,
+        "decay_total": (heads, chunks, head_dim),
         "h": (heads, chunks, head_dim, head_dim),
         "v_new": (heads, chunks, value_rows, head_dim),
-        "checkpoints": (
-            num_checkpoints(chunks, inputs.segment_table.shape[0], checkpoint_tokens),
-            heads,
-            head_dim,
-            head_dim,
-        ),
         "M": (inputs.num_summaries, heads, head_dim, head_dim),
     }
-    return {name: shapes[name] for name in kept_names(backward, inputs.num_summaries)}
+    if options.backward == "replay":
+        num_rows = num_checkpoints(chunks, inputs.segment_table.shape[0], options.checkpoint_tokens)
+        shapes["checkpoints"] = (num_rows, heads, head_dim, head_dim)
+    return {name: shapes[name] for name in kept_names(options, inputs.num_summaries)}
 
 
 def context_dtype(name: str, shapes: dict[str, tuple[int, ...]], device: torch.device) -> torch.dtype:
-    """Return the dtype of a kept tensor: tiles have the tiles' dtype; states, M and what is not kept are fp32."""
-    return tile_dtype(device) if name in shapes and name in ("Tinv", "Aqk", "h", "v_new") else torch.float32
+    """Return the dtype of a kept tensor: tiles have the tiles' dtype; totals, states, M, what is not kept are fp32."""
+    is_fp32 = name not in shapes or name in ("decay_total", "checkpoints", "M")
+    return torch.float32 if is_fp32 else tile_dtype(device)
 
 
 def chunk_forward(
@@ -91,12 +114,10 @@ def chunk_forward(
             final_state.zero_() if inputs.initial_state is None else final_state.copy_(inputs.initial_state)
         return o, final_state, context
     summaries = _Summaries(pipeline, context.M) if inputs.num_summaries else None
-    num_bytes = tile_bytes_per_head(
-        pipeline.num_chunks, inputs.head_dim, pipeline.tile_dtype.itemsize, states=0, values=0
-    )
+    num_bytes = pipeline.scratch_bytes(states=0, values=0, kept=kept_tiles(options if keep else None))
     limits = options.workspace_limit, options.backward
     for block in head_blocks(num_bytes, inputs.num_heads, inputs.num_value_heads, *limits):
-        tiles = make_tiles(pipeline, block, context)
+        tiles = pipeline.make_tiles(block, **context.tiles(block))
         pipeline.prepare(block, tiles)
         segment_entry = summaries.entries(block, tiles) if summaries else None
         outputs = {
@@ -113,7 +134,7 @@ def chunk_forward(
 def make_context(inputs: Inputs, options: KdaOptions, keep: bool) -> Context:
     """Return the tensors that a forward will fill for its backward; none unless ``keep``."""
     device = inputs.v.device
-    shapes = context_shapes(inputs, options.backward if keep else None, options.checkpoint_tokens)
+    shapes = context_shapes(inputs, options if keep else None)
     # Some rows are written by nothing: checkpoints are numbered without a table, which leaves gaps between segments,
     # and M of a document's first segment is not needed without an initial state. They are zeros, so that an operator's
     # outputs are the same bytes in every run.
@@ -125,12 +146,6 @@ def make_context(inputs: Inputs, options: KdaOptions, keep: bool) -> Context:
             for name, shape in shapes.items()
         }
     )
-
-
-def make_tiles(pipeline: Pipeline, block: HeadBlock, context: Context) -> Tiles:
-    """Return empty tiles of a block; Aqk and Tinv are the context's own where it keeps them."""
-    kept = {name: context.block(name, block) for name in ("Aqk", "Tinv")}
-    return pipeline.make_tiles(block, "ke", "qg", "kg", "decay_total", **kept)
 
 
 class _Summaries:

@@ -17,7 +17,7 @@ from .conv import ConvInputs
 from .forward import CONTEXT_NAMES, context_dtype, context_shapes, kept_names
 from .inputs import Inputs, Transforms, joined
 from .operations import Attention, Convolution, given_like
-from .operators import NAMESPACE, define, differentiate, refuse_gradient, whole
+from .operators import NAMESPACE, define, differentiate, present, refuse_gradient, whole
 from .pipeline import Pipeline
 from .problem import KdaOptions
 from .recorder import AT_ONCE
@@ -32,17 +32,14 @@ _ATTENTION_INPUTS = (
     "bool has_spare_rows, "
 )
 _TRANSFORMS = "float scale, float? lower_bound, bool use_qk_l2norm, str gate_form, str beta_form, "
-_OPTIONS = "str backward, int checkpoint_tokens, int? workspace_limit, str? family"
+_OPTIONS = "str backward, int checkpoint_tokens, int? workspace_limit, str? family, bool keep_decayed_qk"
 _CONV_INPUTS = "Tensor x, Tensor weight, Tensor? bias, Tensor? initial_state, Tensor cu_seqlens, bool has_spare_rows, "
 _NUM_TENSORS = 11  # of the attention inputs; num_summaries and has_spare_rows follow them
 _NUM_DIFFERENTIABLE = 8
 _NUM_STRIDED = 5  # q, k, v, g and beta; all others are contiguous
 _NUM_CONV_TENSORS = 5
-_NUM_ARGUMENTS = 22  # inputs, transforms and options
-
-
-def _present(tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    return like.new_empty(0, dtype=torch.float32) if tensor is None else tensor
+_FIRST_OPTION = 18
+_NUM_ARGUMENTS = 23  # inputs, transforms and options
 
 
 # ---- attention -------------------------------------------------------------------------------------------------------
@@ -51,7 +48,8 @@ def _present(tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
 def _problem(arguments: tuple, output_final_state: bool = False) -> tuple[Attention, tuple]:
     """The operation of flat arguments, and its tensors."""
     num_summaries, has_spare_rows = arguments[_NUM_TENSORS:13]
-    transforms, options = Transforms(*arguments[13:18]), KdaOptions(*arguments[18:_NUM_ARGUMENTS])
+    transforms = Transforms(*arguments[13:_FIRST_OPTION])
+    options = KdaOptions(*arguments[_FIRST_OPTION:_NUM_ARGUMENTS])
     operation = Attention(num_summaries, has_spare_rows, transforms, options, output_final_state)
     return operation, operation.join(arguments[:_NUM_TENSORS])
 
@@ -74,8 +72,8 @@ def _attention_forward(*arguments):
 def _attention_forward_fake(*arguments):
     output_final_state, keep = arguments[_NUM_ARGUMENTS:]
     operation, tensors = _problem(arguments)
-    inputs, options = operation.inputs(AT_ONCE, tensors), operation.options
-    shapes = context_shapes(inputs, options.backward if keep else None, options.checkpoint_tokens)
+    inputs = operation.inputs(AT_ONCE, tensors)
+    shapes = context_shapes(inputs, operation.options if keep else None)
     o = inputs.v.new_empty(inputs.v.shape)
     final_state = o.new_empty(inputs.state_shape(), dtype=torch.float32) if output_final_state else None
     kept = (o.new_empty(shape, dtype=context_dtype(name, shapes, o.device)) for name, shape in shapes.items())
@@ -116,9 +114,9 @@ def _attention_setup(ctx, inputs, output):
     # Without this, autograd would fill gradients of the kept tensors, as large as they are, with zeros.
     ctx.set_materialize_grads(False)
     ctx.options = inputs[_NUM_TENSORS:_NUM_ARGUMENTS]
-    num_summaries, backward = inputs[_NUM_TENSORS], inputs[_NUM_ARGUMENTS - 4]
+    options = KdaOptions(*inputs[_FIRST_OPTION:_NUM_ARGUMENTS])
     ctx.has_final_state, keep = inputs[_NUM_ARGUMENTS:]
-    names = kept_names(backward if keep else None, num_summaries)
+    names = kept_names(options if keep else None, inputs[_NUM_TENSORS])
     kept = dict(zip(names, output[1 + ctx.has_final_state :], strict=True))
     ctx.save_for_backward(*inputs[:_NUM_TENSORS], *map(kept.get, CONTEXT_NAMES))
 
@@ -137,9 +135,7 @@ def _attention_autograd(ctx, do, *gradients):
 
 
 differentiate("chunk_kda_forward", _attention_setup, _attention_autograd)
-
-
-refuse_gradient("chunk_kda_backward", "a second derivative is not supported: call without create_graph")
+refuse_gradient("chunk_kda_backward")
 
 
 def attend(operation: Attention, tensors: tuple) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -167,7 +163,7 @@ def _segment_summary(k, v, g, beta, A_log, dt_bias, chunk_table, segment_table, 
     M, B = summarize(
         Pipeline(inputs, Transforms(1.0, *transforms), config.read("FAMILY")), need_M=need_M, need_B=need_B
     )
-    return _present(M, k), _present(B, k)
+    return present(M, k), present(B, k)
 
 
 def _segment_summary_fake(k, v, g, *rest):
@@ -183,8 +179,6 @@ define(
     _segment_summary,
     _segment_summary_fake,
 )
-
-
 refuse_gradient("segment_summary", "detach its inputs; chunk_kda with states is differentiable")
 
 
@@ -253,9 +247,7 @@ def _conv_autograd(ctx, dy, dfinal_state=None):
 
 
 differentiate("causal_conv1d_forward", _conv_setup, _conv_autograd)
-
-
-refuse_gradient("causal_conv1d_backward", "a second derivative is not supported: call without create_graph")
+refuse_gradient("causal_conv1d_backward")
 
 
 def convolve(operation: Convolution, tensors: tuple) -> tuple[torch.Tensor, torch.Tensor | None]:

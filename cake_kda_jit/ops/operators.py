@@ -12,6 +12,7 @@ from ..errors import UnsupportedProblemError
 from ..runtime.launch import operation
 
 NAMESPACE = "cake_kda_jit"
+NO_SECOND_DERIVATIVE = "a second derivative is not supported: call without create_graph"
 
 _library = torch.library.Library(NAMESPACE, "DEF")
 _kernels: dict[str, Callable] = {}
@@ -102,7 +103,12 @@ def whole(tensors: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, 
     return tuple(None if one is None else one.contiguous() for one in tensors)
 
 
-def refuse_gradient(name: str, advice: str) -> None:
+def present(tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    """Return a tensor, or an empty one on ``like``'s device in its place: an operator has all outputs of its schema."""
+    return like.new_empty(0, dtype=torch.float32) if tensor is None else tensor
+
+
+def refuse_gradient(name: str, advice: str = NO_SECOND_DERIVATIVE) -> None:
     """Make an operator's outputs raise in a backward, where torch would warn and give nothing."""
 
     def setup(ctx, inputs, output):

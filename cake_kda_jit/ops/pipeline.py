@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,7 +14,7 @@ from .checks import DTYPE_NAMES
 from .inputs import Inputs, Transforms
 from .problem import CHUNK_TOKENS
 from .select import select_attention, select_plain, select_walk
-from .workspace import HeadBlock
+from .workspace import HeadBlock, tile_bytes, tile_bytes_per_head
 
 
 def address(tensor: torch.Tensor | int | None) -> int | None:
@@ -86,6 +87,8 @@ class Pipeline:
         An allocation for each would take the host longer than the launches that use them.
         """
         named = [*names, *(name for name, tensor in given.items() if tensor is None)]
+        if not named:
+            return Tiles(**given)
         addresses, num_bytes = {}, 0
         for name in named:
             addresses[name] = num_bytes
@@ -95,13 +98,17 @@ class Pipeline:
         given = {name: tensor for name, tensor in given.items() if tensor is not None}
         return Tiles(**{name: start + offset for name, offset in addresses.items()}, **given, memory=memory)
 
+    def scratch_bytes(self, *, states: int, values: int, kept: Collection[str] = ()) -> int:
+        """Return the scratch of one value head, as ``tile_bytes_per_head``."""
+        return tile_bytes_per_head(*self._sizes, states=states, values=values, kept=kept)
+
+    @cached_property
+    def _sizes(self) -> tuple[int, int, int]:
+        return self.num_chunks, self.inputs.head_dim, self.tile_dtype.itemsize
+
     @cached_property
     def _tile_bytes(self) -> dict[str, int]:
-        """Bytes of each tile per value head: multiples of 256, so that every tile of one allocation is aligned."""
-        element, chunk, head_dim = self.tile_dtype.itemsize, self.num_chunks * CHUNK_TOKENS, self.inputs.head_dim
-        rows, squares = chunk * head_dim * element, chunk * CHUNK_TOKENS * element
-        totals = self.num_chunks * head_dim * 4
-        return {"ke": rows, "qg": rows, "kg": rows, "Aqk": squares, "Tinv": squares, "decay_total": totals}
+        return tile_bytes(*self._sizes)
 
     def values(self, block: HeadBlock) -> torch.Tensor:
         """Return an empty tile tensor of v', ``[HB, chunks, 64 or 128, V]``."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .. import config
 from ..errors import UnsupportedProblemError
@@ -40,32 +40,54 @@ class KdaOptions:
 
     ``backward``: "saved" keeps the state entering every chunk, "replay" computes it again in the backward; both give
     the same bits. ``checkpoint_tokens``: tokens between two kept states in replay. ``workspace_limit``: most bytes of
-    scratch; None: 6.4 GB for saved, 3.2 GB for replay. ``family``: force cpu, smxx or sm90. None takes
-    CAKE_KDA_JIT_*, then the default.
+    scratch; None: 6.4 GB for saved, 3.2 GB for replay. ``family``: force cpu, smxx or sm90. ``keep_decayed_qk``: saved
+    keeps the decayed q and k of every chunk too, which a backward forms again otherwise: less time, 1.6 times the
+    memory between the two. None takes CAKE_KDA_JIT_*, then the default. Raises UnsupportedProblemError on a bad value.
     """
 
     backward: str | None = None
     checkpoint_tokens: int | None = None
     workspace_limit: int | None = None
     family: str | None = None
+    keep_decayed_qk: bool = False
+
+    def __post_init__(self) -> None:
+        # Not where they are used, which is behind keys that hold options: there 1e9 and True are equal to integers.
+        self._check()
+
+    def _check(self) -> None:
+        _check_choice("backward", self.backward, config.BACKWARDS)
+        _check_choice("family", self.family, config.FAMILY_CHOICES)
+        for name in ("checkpoint_tokens", "workspace_limit"):
+            value = getattr(self, name)
+            if value is not None and type(value) is not int:
+                raise UnsupportedProblemError(f"{name}={value!r}; give an integer, or None for the default")
+        if type(self.keep_decayed_qk) is not bool:
+            raise UnsupportedProblemError(f"keep_decayed_qk={self.keep_decayed_qk!r}; use True or False")
+        tokens, limit = self.checkpoint_tokens, self.workspace_limit
+        if tokens is not None and (tokens < CHUNK_TOKENS or tokens % CHUNK_TOKENS):
+            raise UnsupportedProblemError(f"checkpoint_tokens={tokens}; use a positive multiple of {CHUNK_TOKENS}")
+        if limit is not None and limit < 1:
+            raise UnsupportedProblemError(f"workspace_limit={limit}; use a number of bytes or None")
+        if self.keep_decayed_qk and self.backward == "replay":
+            raise UnsupportedProblemError(
+                "keep_decayed_qk=True beside backward='replay', which would not use it; set backward='saved', also "
+                "where CAKE_KDA_JIT_BACKWARD names replay, or leave keep_decayed_qk out"
+            )
 
     def resolved(self) -> KdaOptions:
-        """Return the options with every knob decided: argument, environment, default. Raises on a bad value."""
-        backward = config.resolve("BACKWARD", self.backward)
-        if backward not in config.BACKWARDS:
-            raise UnsupportedProblemError(f"backward={backward!r}; use one of {config.BACKWARDS}")
-        tokens = config.resolve("CHECKPOINT_TOKENS", self.checkpoint_tokens)
-        for name, value in (("checkpoint_tokens", tokens), ("workspace_limit", self.workspace_limit)):
-            if value is not None and not isinstance(value, int):
-                raise UnsupportedProblemError(f"{name}={value!r}; give an integer")
-        if tokens < CHUNK_TOKENS or tokens % CHUNK_TOKENS:
-            raise UnsupportedProblemError(f"checkpoint_tokens={tokens}; use a positive multiple of {CHUNK_TOKENS}")
-        if self.workspace_limit is not None and self.workspace_limit < 1:
-            raise UnsupportedProblemError(f"workspace_limit={self.workspace_limit}; use a number of bytes or None")
-        family = config.resolve("FAMILY", self.family)
-        if family is not None and family not in config.FAMILY_CHOICES:
-            raise UnsupportedProblemError(f"family={family!r}; use one of {config.FAMILY_CHOICES} or None")
-        return KdaOptions(backward, tokens, self.workspace_limit, family)
+        """Return the options with every knob decided: argument, environment, default. Raises as making them does."""
+        return replace(
+            self,
+            backward=config.resolve("BACKWARD", self.backward),
+            checkpoint_tokens=config.resolve("CHECKPOINT_TOKENS", self.checkpoint_tokens),
+            family=config.resolve("FAMILY", self.family),
+        )
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value is not None and value not in choices:
+        raise UnsupportedProblemError(f"{name}={value!r}; use one of {choices}, or None for the default")
 
 
 _DEFAULT_OPTIONS = KdaOptions()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from .pipeline import Pipeline
-from .workspace import head_blocks, tile_bytes_per_head
+from .workspace import head_blocks
 
 
 def summarize(pipeline: Pipeline, *, need_M: bool, need_B: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -15,9 +15,7 @@ def summarize(pipeline: Pipeline, *, need_M: bool, need_B: bool) -> tuple[torch.
     B = pipeline.summaries() if need_B else None
     if inputs.num_summaries == 0 or not (need_M or need_B):
         return M, B
-    num_bytes = tile_bytes_per_head(
-        pipeline.num_chunks, inputs.head_dim, pipeline.tile_dtype.itemsize, states=0, values=0
-    )
+    num_bytes = pipeline.scratch_bytes(states=0, values=0)
     for block in head_blocks(num_bytes, inputs.num_heads, inputs.num_value_heads, None):
         tiles = pipeline.make_tiles(block, "ke", "kg", "Tinv", "decay_total")
         if pipeline.num_chunks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from ..errors import UnsupportedProblemError
@@ -20,16 +21,28 @@ class HeadBlock:
     count: int
 
 
-def tile_bytes_per_head(num_chunks: int, head_dim: int, element_bytes: int, *, states: int, values: int) -> int:
+def tile_bytes(num_chunks: int, head_dim: int, element_bytes: int) -> dict[str, int]:
+    """Return the bytes of each prepared tile per value head.
+
+    They are multiples of 256, so that every tile of one allocation is aligned.
+    """
+    row, square = CHUNK_TOKENS * head_dim * element_bytes, CHUNK_TOKENS * CHUNK_TOKENS * element_bytes
+    each = {"ke": row, "qg": row, "kg": row, "Aqk": square, "Tinv": square, "decay_total": head_dim * 4}
+    return {name: num_chunks * size for name, size in each.items()}
+
+
+def tile_bytes_per_head(
+    num_chunks: int, head_dim: int, element_bytes: int, *, states: int, values: int, kept: Collection[str] = ()
+) -> int:
     """Return scratch bytes of one value head.
 
-    Counted: ke, qg, kg, Aqk, Tinv and decay totals, beside ``states`` tensors ``[chunks, V, K]`` and ``values`` tensors
-    of a chunk's tokens: none, z, or z and v'.
+    Counted: the prepared tiles but for those that are ``kept`` for a backward, ``states`` tensors ``[chunks, V, K]``
+    and ``values`` tensors of a chunk's tokens: none, z, or z and v'.
     """
+    prepared = tile_bytes(num_chunks, head_dim, element_bytes)
     value_rows = (0, GRADIENT_ROWS[element_bytes], GRADIENT_ROWS[element_bytes] + VALUE_ROWS[element_bytes])[values]
-    rows = (3 * CHUNK_TOKENS + value_rows) * head_dim
-    squares = 2 * CHUNK_TOKENS * CHUNK_TOKENS
-    return num_chunks * ((rows + squares + states * head_dim * head_dim) * element_bytes + head_dim * 4)
+    others = num_chunks * (value_rows + states * head_dim) * head_dim * element_bytes
+    return sum(size for name, size in prepared.items() if name not in kept) + others
 
 
 def head_blocks(

@@ -36,6 +36,8 @@ PREPARED_TILES = (
     Field("decay_total", "ptr", "[HB, chunks, K] fp32: e^G_last"),
 )
 
+TILE_NAMES = tuple(field.name for field in PREPARED_TILES)
+
 HEAD_BLOCK = (
     Field("num_heads", "i32", "H"),
     Field("num_value_heads", "i32", "HV, a multiple of H"),

@@ -45,9 +45,15 @@ def test_our_arm_agrees_with_the_exact_slice(gates):
 def test_gradients_agree_with_the_exact_slice(gates, mode):
     """Behind the slice the document goes on, with an output gradient of 0."""
     tensors, keywords = forward.make_inputs(forward.Shape.parse(f"330,2,1,{gates}"), CPU)
-    error = backward.gradient_error(backward.our_call(tensors, keywords, KdaOptions(backward=mode)), 200)
+    error = backward.gradient_error(backward.our_call(tensors, keywords, backward.MODES[mode]), 200)
     assert 1e-3 < error < 3e-3  # the gradients' rounding to bf16 is 1.7e-3; a few of a gate cancel
     assert all(tensor.grad is None for tensor in tensors)
+
+
+def test_a_step_that_keeps_the_decayed_q_and_k_states_no_second_preparation():
+    """Per token-head at K = 128: q, k, g and beta are 770 bytes, ke, qg and kg 768, decay_total 8."""
+    saved, kept = (backward.stated_bytes(mode)["chunk_prepare"] for mode in ("saved", "saved+qk"))
+    assert saved - kept == 770 + 768 + 8 and kept == forward.STATED_BYTES["chunk_prepare"]
 
 
 def test_a_wrong_gradient_is_seen():

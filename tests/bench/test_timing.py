@@ -38,16 +38,17 @@ def test_the_command_prints_both_tables(capsys):
     assert lines[0].startswith(timing.WHAT) and f"torch {torch.__version__}" in lines[0]
     for arm in timing.ARMS:
         assert sum(line.startswith(f"| T 64, H = HV = 4, K = V = 128 | {arm} | ") for line in lines) == 1
-    assert "| 128 | fp32 | 2048 | 1280 | 384 | 272 |" in lines
+    assert "| 128 | fp32 | 3592 | 2048 | 1280 | 384 | 272 |" in lines
+    assert "| 128 | bf16 | 2056 | 1280 | 1152 | 256 | 144 |" in lines
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("backward", ["saved", "replay"])
-def test_kept_bytes_are_those_of_the_contexts_shapes(backward, head_dim):
+@pytest.mark.parametrize("options", [timing.SAVED, timing.KEPT, timing.REPLAY[512]])
+def test_kept_bytes_are_those_of_the_contexts_shapes(options, head_dim):
     problem = make_problem((4096,), heads=1, head_dim=head_dim)
     plan = make_plan(problem.cu_seqlens, num_heads=1, head_dim=head_dim, device="cpu", segment_tokens=0)
-    stated = timing.kept_bytes(head_dim, backward, timing.CHECKPOINT_TOKENS) * 4096
+    stated = timing.kept_bytes(head_dim, options) * 4096
     # one checkpoint row more for the segment's own start
-    extra = 4 * head_dim * head_dim if backward == "replay" else 0
-    assert timing.context_bytes(problem, plan, backward) == stated + extra
+    extra = 4 * head_dim * head_dim if options.backward == "replay" else 0
+    assert timing.context_bytes(problem, plan, options) == stated + extra
     assert timing.context_bytes(problem, plan, None) == 0

@@ -7,6 +7,7 @@ import torch
 
 from cake_kda_jit import KdaOptions, chunk_kda, make_plan
 from cake_kda_jit.bench.problems import NAMES, REGIMES, Problem, make_problem, relative_error, run
+from cake_kda_jit.ops.forward import CONTEXT_NAMES
 
 from .attention import assert_same_bits, call, part_of, ready_problem
 
@@ -207,15 +208,14 @@ def test_offsets_past_2_to_the_31(lazy_memory):
     transforms = (128**-0.5, -5.0, True, "bounded", "sigmoid")
     arguments = (*wide.values(), *optional, *table_of_last_document(start, 128), False, *transforms)
     o, final_state, *context = torch.ops.cake_kda_jit.chunk_kda_forward(
-        *arguments, "replay", 64, None, None, True, True
+        *arguments, "replay", 64, None, None, False, True, True
     )
     expected = call(problem, lambda o, state: o.float().sum() + state.sum(), options=KdaOptions(backward="replay"))
     assert torch.equal(o.detach()[start:], expected["o"][0]) and torch.equal(final_state, expected["final_state"])
     do = torch.ones((), dtype=torch.bfloat16).expand(o.shape)
-    Tinv, checkpoints = context
-    kept = (Tinv, None, None, None, checkpoints, None)
+    kept = dict(zip(("Tinv", "checkpoints"), context, strict=True))
     gradients = torch.ops.cake_kda_jit.chunk_kda_backward(
-        do, torch.ones_like(final_state), *kept, *arguments, "replay", 64, None, None
+        do, torch.ones_like(final_state), *map(kept.get, CONTEXT_NAMES), *arguments, "replay", 64, None, None, False
     )
     for name, gradient in zip(NAMES, gradients):
         assert torch.equal(gradient[start:], expected["d" + name][0]), name

@@ -105,8 +105,8 @@ CALLS = st.builds(
     seed=st.integers(0, 99),
     cut=st.sampled_from(["no spans", "inner spans", "all spans"]),
     options=st.builds(
-        KcpOptions,
-        backward=st.sampled_from(["saved", "replay"]),
+        lambda kept, **others: KcpOptions(kept[0], keep_decayed_qk=kept[1], **others),
+        kept=st.sampled_from([("saved", False), ("saved", True), ("replay", False)]),
         checkpoint_tokens=st.sampled_from([64, 128]),
         exchange=st.sampled_from(EXCHANGES),
     ),
@@ -168,6 +168,19 @@ def test_exchanges_backwards_and_head_blocks_change_no_bit(layout, cut, nan_pois
         found = attention(problem, partition, options)
         for mine, yours in zip(found.ranks, expected.ranks):
             assert_same_bits(mine, yours)
+
+
+@pytest.mark.parametrize("cut", ["no spans", "all spans"])
+@pytest.mark.parametrize("limit", [None, 800_000])
+def test_kept_decayed_q_and_k_change_no_bit(limit, cut, nan_poison, monkeypatch):
+    """A limit of about a group of heads; the last rank holds no token."""
+    monkeypatch.setattr(tables, "segment_rule", lambda *_: SegmentRule(64, 65 if cut == "all spans" else 10**6))
+    partition = Partition.from_fragments([0, 150, 200], [(0, 0, 90), (1, 90, 200)], 3)
+    problem = problem_of(partition, heads=2, value_heads=4)
+    expected = attention(problem, partition)
+    found = attention(problem, partition, KcpOptions(keep_decayed_qk=True, workspace_limit=limit))
+    for mine, yours in zip(found.ranks, expected.ranks):
+        assert_same_bits(mine, yours)
 
 
 def test_one_rank_has_the_bits_of_one_device(nan_poison):
@@ -407,6 +420,7 @@ def test_wrong_contexts_are_refused():
         (KdaOptions(), r"options is KdaOptions; give KcpOptions\(...\)"),
         (KcpOptions(exchange="ring"), "exchange='ring'"),
         (KcpOptions(backward="none"), "backward='none'"),
+        (KcpOptions(backward="replay", keep_decayed_qk=True), "keep_decayed_qk=True beside backward='replay'"),
         (KcpOptions(transfer_walk="fp8"), "transfer walk 'fp8'"),
         (
             KcpOptions(transfer_walk="bf16x3", precision_mode=1),

@@ -25,10 +25,12 @@ def one_rank():
     return make
 
 
-@pytest.mark.parametrize("backward", ["saved", "replay", None])
+@pytest.mark.parametrize(
+    "backward, keep_decayed_qk", [("saved", False), ("saved", True), ("replay", False), (None, False)]
+)
 @pytest.mark.parametrize("optional", [True, False])
-def test_attention(one_rank, optional, backward):
-    ctx = one_rank((140, 0, 25), backward=backward or "saved", checkpoint_tokens=64)
+def test_attention(one_rank, optional, backward, keep_decayed_qk):
+    ctx = one_rank((140, 0, 25), backward=backward or "saved", checkpoint_tokens=64, keep_decayed_qk=keep_decayed_qk)
     problem = make_problem((140, 0, 25))
     inputs = [tensor.requires_grad_() for tensor in problem.inputs.values()]
     extra = [None] * 3
@@ -39,7 +41,7 @@ def test_attention(one_rank, optional, backward):
     ctx._fix_problem(("bf16", 2, 2, 64, "cpu"), inputs[0].device)
     transforms = (0.125, -5.0, True, *(("bounded", "sigmoid") if optional else ("ready", "ready")))
     sizes = (ctx.handle, ctx.num_documents, *ctx._sizes)
-    options = (ctx.options.backward, ctx.options.checkpoint_tokens)
+    options = (ctx.options.backward, ctx.options.checkpoint_tokens, keep_decayed_qk)
     arguments = (*inputs, *extra, *sizes, *transforms, *options, optional, backward is not None)
     checks = ("test_schema", "test_faketensor") if backward is None else None
     torch.library.opcheck(OPERATORS.kcp_chunk_kda_forward, arguments, **({"test_utils": checks} if checks else {}))

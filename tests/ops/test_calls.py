@@ -72,13 +72,19 @@ def assert_equal(found, expected) -> None:
 # ---- the same results ------------------------------------------------------------------------------------------------
 
 # With a limit of one head's scratch each head is a block of its own, and all blocks share one place.
-OPTIONS = [KdaOptions(), KdaOptions(backward="replay", checkpoint_tokens=64), KdaOptions(workspace_limit=1_200_000)]
+OPTIONS = {
+    "saved": KdaOptions(),
+    "replay": KdaOptions(backward="replay", checkpoint_tokens=64),
+    "blocks": KdaOptions(workspace_limit=1_200_000),
+    "decayed q and k": KdaOptions(keep_decayed_qk=True),
+    "decayed q and k, blocks": KdaOptions(keep_decayed_qk=True, workspace_limit=300_000),
+}
 
 
 @pytest.mark.parametrize("segment_tokens", [None, 64])
-@pytest.mark.parametrize("options", OPTIONS, ids=["saved", "replay", "blocks"])
-def test_attention_has_the_operators_bits(options, segment_tokens, nan_poison):
-    problem, plan = make_problem(LENGTHS), plan_of(segment_tokens=segment_tokens)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_attention_has_the_operators_bits(name, segment_tokens, nan_poison):
+    options, problem, plan = OPTIONS[name], make_problem(LENGTHS), plan_of(segment_tokens=segment_tokens)
     with Operators() as seen:
         expected = run_all(problem, plan, options=options)
     assert seen.names == ["chunk_kda_forward", "chunk_kda_backward"] and not calls._calls
@@ -209,8 +215,9 @@ def test_another_layout_plan_or_option_is_another_call(monkeypatch):
     assert call(plan=plan_of((100, 100))) == 3
     assert call(scale=0.5) == 4
     assert call(options=KdaOptions(backward="replay")) == 5
+    assert call(options=KdaOptions(keep_decayed_qk=True)) == 6
     monkeypatch.setenv("CAKE_KDA_JIT_BACKWARD", "replay")
-    assert call() == 6
+    assert call() == 7
 
 
 def test_boundaries_beside_a_plan_are_compared_in_every_call():

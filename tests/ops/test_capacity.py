@@ -60,11 +60,11 @@ def run_with(problem: Problem, plan, do: torch.Tensor, dfinal_state: torch.Tenso
 
 
 @pytest.mark.parametrize("segment_tokens", [None, 64])
-@pytest.mark.parametrize("backward", ["saved", "replay"])
-def test_every_pack_has_the_bits_of_an_exact_plan(backward, segment_tokens, nan_poison):
+@pytest.mark.parametrize("backward, keep_decayed_qk", [("saved", False), ("saved", True), ("replay", False)])
+def test_every_pack_has_the_bits_of_an_exact_plan(backward, keep_decayed_qk, segment_tokens, nan_poison):
     """One plan, updated from pack to pack; NaN in all rows behind a pack reaches nothing."""
     plan = capacity_plan(PACKS[0], segment_tokens=segment_tokens)
-    options = KdaOptions(backward=backward, checkpoint_tokens=64)
+    options = KdaOptions(backward, checkpoint_tokens=64, keep_decayed_qk=keep_decayed_qk)
     for lengths in PACKS:
         tokens, documents = sum(lengths), len(lengths)
         problem = make_problem(lengths, heads=HEADS, head_dim=HEAD_DIM)

@@ -247,7 +247,6 @@ BAD = {
     "context": (given(cp_context=object()), "cp_context"),
     "device": (given(dt_bias=torch.zeros(128, device="meta"), A_log=torch.zeros(2), use_gate_in_kernel=True), "meta"),
     "family": (given(options=KdaOptions(family="sm90")), "cannot run on"),
-    "backward": (given(options=KdaOptions(backward="none")), "backward='none'"),
 }
 
 

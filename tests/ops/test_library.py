@@ -11,9 +11,11 @@ from cake_kda_jit.bench.problems import make_problem
 assert chunk_kda and causal_conv1d and transfer_walk  # importing them registers the operators
 
 
-@pytest.mark.parametrize("backward", ["saved", "replay", None])
+@pytest.mark.parametrize(
+    "backward, keep_decayed_qk", [("saved", False), ("saved", True), ("replay", False), (None, False)]
+)
 @pytest.mark.parametrize("optional", [True, False])
-def test_attention_forward(optional, backward):
+def test_attention_forward(optional, backward, keep_decayed_qk):
     """In segments, with gate parameters and states or ready inputs; keeping nothing, or for either backward."""
     problem = make_problem((140, 0, 25))
     plan = make_plan(problem.cu_seqlens, num_heads=2, head_dim=64, device="cpu", segment_tokens=64)
@@ -26,7 +28,7 @@ def test_attention_forward(optional, backward):
         inputs[3] = (-inputs[3].detach().float().abs()).requires_grad_()
     tables = (plan.chunk_table, plan.segment_table, plan.summary_offsets, plan.num_summaries, False)
     transforms = (0.125, -5.0, True, *(("bounded", "sigmoid") if optional else ("ready", "ready")))
-    options = (backward or "saved", 64, None, None)
+    options = (backward or "saved", 64, None, None, keep_decayed_qk)
     arguments = (*inputs, *extra, *tables, *transforms, *options, optional, backward is not None)
     checks = ("test_schema", "test_faketensor") if backward is None else None
     torch.library.opcheck(
@@ -54,7 +56,8 @@ def test_a_batch_whose_rows_are_joined_or_copied(order):
     strided = [t.detach().transpose(*order).contiguous().transpose(*order).requires_grad_() for t in plain]
     tables = torch.ops.cake_kda_jit.pack_tables(torch.tensor([0, 70, 140]), 4, 2, 0, 0)
     A_log, dt_bias = (problem.keywords[name] for name in ("A_log", "dt_bias"))
-    rest = (A_log, dt_bias, None, *tables, 0, False, 0.125, -5.0, True, "bounded", "sigmoid", "saved", 64, None, None)
+    transforms, options = (0.125, -5.0, True, "bounded", "sigmoid"), ("saved", 64, None, None, False)
+    rest = (A_log, dt_bias, None, *tables, 0, False, *transforms, *options)
     results = []
     for inputs in (plain, strided):
         o, *_ = torch.ops.cake_kda_jit.chunk_kda_forward(*inputs, *rest, False, True)

@@ -51,17 +51,22 @@ def segmented(request, problem):
     return plan, run(with_plan(plan), problem, output_final_state=True)
 
 
-# About 1.3 MB of tiles a key head at this size: limits that give one block of both key heads, and one each.
+# About 1.7 MB of scratch a key head at this size, 0.7 MB where the decayed q and k are kept: limits that give one block
+# of both key heads, and one each.
 @pytest.mark.parametrize(
-    "backward, checkpoint_tokens, workspace_limit",
+    "backward, checkpoint_tokens, workspace_limit, keep_decayed_qk",
     [
-        *itertools.product(["saved", "replay"], [64, 128, 512], [None, 3_000_000]),
-        ("replay", 4096, 3_000_000),
+        *itertools.product(["saved", "replay"], [64, 128, 512], [None, 3_000_000], [False]),
+        ("replay", 4096, 3_000_000, False),
+        ("saved", 512, None, True),
+        ("saved", 512, 1_000_000, True),
     ],
 )
-def test_options_change_no_bit(segmented, problem, backward, checkpoint_tokens, workspace_limit, nan_poison):
+def test_options_change_no_bit(
+    segmented, problem, backward, checkpoint_tokens, workspace_limit, keep_decayed_qk, nan_poison
+):
     plan, expected = segmented
-    options = KdaOptions(backward=backward, checkpoint_tokens=checkpoint_tokens, workspace_limit=workspace_limit)
+    options = KdaOptions(backward, checkpoint_tokens, workspace_limit, keep_decayed_qk=keep_decayed_qk)
     found = run(with_plan(plan), problem, output_final_state=True, options=options)
     assert_same_bits(found, expected)
     blocks = sum(launched.program == "chunk_grad" for launched in last_launches())
@@ -144,14 +149,24 @@ def test_options_from_the_environment_are_resolved_once(monkeypatch, problem):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (KdaOptions(checkpoint_tokens=100), "checkpoint_tokens=100"),
-        (KdaOptions(workspace_limit=0), "workspace_limit=0"),
-        (KdaOptions(family="tpu"), "family='tpu'"),
+        ({"backward": "none"}, r"backward='none'; use one of \('saved', 'replay'\)"),
+        ({"checkpoint_tokens": 100}, "checkpoint_tokens=100; use a positive multiple of 64"),
+        ({"checkpoint_tokens": 0}, "checkpoint_tokens=0"),
+        ({"checkpoint_tokens": "64"}, "checkpoint_tokens='64'; give an integer"),
+        ({"checkpoint_tokens": 64.0}, r"checkpoint_tokens=64\.0; give an integer"),
+        ({"workspace_limit": 0}, "workspace_limit=0; use a number of bytes"),
+        ({"workspace_limit": 1e9}, r"workspace_limit=1000000000\.0; give an integer"),
+        ({"workspace_limit": True}, "workspace_limit=True; give an integer"),
+        ({"family": "tpu"}, "family='tpu'"),
+        ({"keep_decayed_qk": 1}, "keep_decayed_qk=1; use True or False"),
+        ({"keep_decayed_qk": None}, "keep_decayed_qk=None; use True or False"),
+        ({"backward": "replay", "keep_decayed_qk": True}, "keep_decayed_qk=True beside backward='replay'"),
     ],
 )
-def test_bad_options_are_refused(problem, options, message):
+def test_bad_options_are_refused_when_they_are_made(options, message):
+    """Not in a call, which may find another one under an equal key: 1e9 equals an integer."""
     with pytest.raises(UnsupportedProblemError, match=message):
-        chunk_kda(*problem.inputs.values(), cu_seqlens=problem.cu_seqlens, options=options, **problem.keywords)
+        KdaOptions(**options)
 
 
 def test_segment_tokens_is_a_multiple_of_a_chunk(problem):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from cake_kda_jit import KdaOptions, UnsupportedProblemError, chunk_kda, last_la
 from cake_kda_jit.bench import pairs, problems
 from cake_kda_jit.bench.precision import parameter_errors
 from cake_kda_jit.bench.problems import BUDGETS, LOCAL_FACTOR, NAMES, PARAMETER_BUDGET, Problem, make_problem
+from cake_kda_jit.ops.forward import kept_tiles
 from cake_kda_jit.ops.workspace import tile_bytes_per_head
 from cake_kda_jit.reference import recurrent_kda
 
@@ -133,13 +135,17 @@ def run_with(function, problem: Problem, row: pairs.Row, dtype=None, **extra) ->
 
 def options_of(row: pairs.Row, problem: Problem) -> dict[str, object]:
     """The row's options and plan, as keywords of ``chunk_kda``."""
-    limit = None
+    backward, *more = row["backward"].split(" and ")
+    options = KdaOptions(backward, row["checkpoint_tokens"], keep_decayed_qk=bool(more))
     if row["workspace_limit"] == "one group":
         lengths = [BATCH[1]] * BATCH[0] if row["layout"] == "batched" else LENGTHS
         chunks = sum(-(-length // 64) for length in lengths)
-        # What the backward needs at most: dS and z, and h and v' once more where it replays.
-        limit = row["group"] * tile_bytes_per_head(chunks, row["head_dim"], 4, states=2, values=2)
-    options = KdaOptions(row["backward"], row["checkpoint_tokens"], limit)
+        # What the backward needs: dS and z, and h and v' once more where it replays.
+        tensors = 1 + (backward == "replay")
+        per_head = tile_bytes_per_head(
+            chunks, row["head_dim"], 4, states=tensors, values=tensors, kept=kept_tiles(options)
+        )
+        options = replace(options, workspace_limit=row["group"] * per_head)
     keywords = {"options": options, "output_final_state": row["final_state"] != "no"}
     if row["segment_tokens"] != "by rule":
         keywords["plan"] = make_plan(

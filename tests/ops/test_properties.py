@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -34,6 +34,7 @@ class Drawn:
     segment_tokens: int
     backward: str
     checkpoint_tokens: int
+    keep_decayed_qk: bool = False
 
     def problem(self, dtype=torch.float32) -> Problem:
         return make_problem(
@@ -56,7 +57,9 @@ class Drawn:
             device="cpu",
             segment_tokens=self.segment_tokens,
         )
-        options = KdaOptions(self.backward, self.checkpoint_tokens, workspace_limit)
+        options = KdaOptions(
+            self.backward, self.checkpoint_tokens, workspace_limit, keep_decayed_qk=self.keep_decayed_qk
+        )
         return run(chunk_kda, problem, output_final_state=True, plan=plan, options=options)
 
 
@@ -122,9 +125,9 @@ def test_threads_head_blocks_and_backwards_change_no_bit(drawn, threads, other, 
     chunks = sum(-(-length // 64) for length in drawn.lengths)
     one_group = max(1, drawn.group * tile_bytes_per_head(chunks, 64, 4, states=2, values=2))
     assert_same_bits(drawn.call(problem, workspace_limit=one_group), expected)
-    backward = "saved" if drawn.backward == "replay" else "replay"
-    changed = Drawn(**(vars(drawn) | {"backward": backward, "checkpoint_tokens": other}))
-    assert_same_bits(changed.call(problem), expected)
+    for backward, keep in (("saved", False), ("saved", True), ("replay", False)):
+        options = {"backward": backward, "checkpoint_tokens": other, "keep_decayed_qk": keep}
+        assert_same_bits(replace(drawn, **options).call(problem), expected)
 
 
 @SETTINGS

@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 import cake_kda_jit
 from cake_kda_jit import (
     KcpOptions,
-    KdaOptions,
     UnsupportedProblemError,
     causal_conv1d,
     chunk_kda,
@@ -157,8 +156,6 @@ BAD = {
     "state": (lambda p, a: a.update(initial_state=[0.0]), "initial_state is list"),
     "scale": (lambda p, a: a.update(scale=1e300), "scale=1e"),
     "tiny bound": (lambda p, a: a.update(use_gate_in_kernel=True, lower_bound=-1e-60), "lower_bound=-1e-60"),
-    "workspace": (lambda p, a: a.update(options=KdaOptions(workspace_limit=1e9)), "workspace_limit=1000000000.0"),
-    "checkpoints": (lambda p, a: a.update(options=KdaOptions(checkpoint_tokens="64")), "checkpoint_tokens='64'"),
 }
 
 
