@@ -55,6 +55,9 @@ class MeetingClock:
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup) -> None:
         self._flag, self._group = torch.zeros(1, device=device), group
+        # Ranks connect in their first sum: none may load a kernel behind it before all have.
+        dist.all_reduce(self._flag, group=group)
+        torch.cuda.synchronize(device)
 
     def start(self, key: Key, run: Callable[[], object], host: float) -> tuple[torch.cuda.Event, torch.cuda.Event]:
         """Run once; returns its events."""
@@ -90,11 +93,10 @@ def meet() -> None:
 def joined_group(device: torch.device) -> Iterator[dist.ProcessGroup]:
     """Join the other processes of torchrun, and leave them at the end; gives the group that carries the exchanges."""
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
-    try:
-        yield dist.group.WORLD if has_own_device(device) else dist.new_group(backend="gloo", timeout=TIMEOUT)
-        meet()
-    finally:
-        dist.destroy_process_group()
+    yield dist.group.WORLD if has_own_device(device) else dist.new_group(backend="gloo", timeout=TIMEOUT)
+    meet()
+    # Not after an error: NCCL waits for all ranks to leave, and what went wrong would never be told.
+    dist.destroy_process_group()
 
 
 def has_own_device(device: torch.device) -> bool:

@@ -116,8 +116,8 @@ class Table:
 
     @property
     def done(self) -> set[tuple]:
-        """The keys of units that are in it."""
-        return {(row.pack, row.cp, row.layout, row.session) for row in self.rows}
+        """The keys of units that are in it. A first step is none."""
+        return {(row.pack, row.cp, row.layout, row.session) for row in self.rows if row.boundary in BOUNDARIES}
 
     def add(self, rows: Sequence[CpRow]) -> None:
         """Take rows, and write the file, if there is one."""

@@ -67,20 +67,22 @@ def real_body(measured: Sequence[CpRow], firsts: Sequence[CpRow], reports: dict[
             rows.append([line.pack, "1", "-", line.boundary, f"{line.best:.2f}", *["-"] * 5])
             continue
         best = min(line.rows, key=lambda row: row.ms.median)
-        hidden = 1 - (best.ms.median - best.alone_ms) / best.exchange_ms if best.exchange_ms else 0.0
         alone = scaled.get((line.pack, line.boundary))
         cells = [f"{line.median(arm):.2f}" if any(name == arm for name, _ in line.ms) else "-" for arm in ARMS]
         cells += ["-" if alone is None else f"{alone / line.best:.2f}", f"{best.exchange_ms:.2f}"]
-        cells += [f"{min(max(hidden, 0.0), 1.0):.0%}", _recorded(line, reports)]
+        cells += [f"{max(best.ms.median - best.alone_ms, 0.0):.2f}", _recorded(line, reports)]
         rows.append([line.pack, str(line.cp), line.layout, line.boundary, *cells])
     told = [
         f"The first step of {row.pack} had ended after {row.ms.median / 1e3:.1f} s ({row.engine})." for row in firsts
     ]
+    runs = sorted({row.ms.runs for row in measured})
     text = (
-        f"{measured[0].ms.runs} runs of each arm. *Exchanges* is the time of a row's messages with nothing beside "
-        "them, *hidden* the part of it that other work covers. CP 1 is the same pack on one device. " + " ".join(told)
+        f"{' or '.join(map(str, runs))} runs of each arm. *Exchanges* is the time of a row's messages with nothing "
+        "beside them, the host's included. *Added* is what the faster arm takes longer than its slowest rank does with "
+        "copies in place of messages: what no work hides of them, and waiting for a rank that has more to do. CP 1 is "
+        "the same pack on one device. " + " ".join(told)
     )
-    head = ["pack", "CP", "layout", "boundary", *ARMS, "scaling", "exchanges, ms", "hidden", "FLA, recorded"]
+    head = ["pack", "CP", "layout", "boundary", *ARMS, "scaling", "exchanges, ms", "added, ms", "FLA, recorded"]
     return f"{text.strip()}\n\n{table_text(head, rows).strip()}"
 
 

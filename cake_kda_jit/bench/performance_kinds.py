@@ -110,6 +110,12 @@ KINDS = {
         _conv,
     ),
     "cp": Kind("Context parallel", performance_cp.INTRO, body=performance_cp.body),
+    "virtual_time": Kind(
+        "What ranks add",
+        "All virtual ranks of one device together, their hosts' time included, beside the pack on it without ranks.",
+        ("times one device",),
+        lambda row, report: [_times_ours(row, report)],
+    ),
     "first_call": Kind(
         "First call",
         "A training step of one layer in a fresh process, from the end of `import torch` on; or a whole process that "
@@ -151,6 +157,7 @@ class Highlight:
 
 LONG, PACK = "T 8192, H 96, 1 document, strong gates", "T 32768, H 32, 4 documents, strong gates"
 CONV = "T 131072, D 12288, W 4, 4 documents"
+TWO = "convolutions and `chunk_kda` of two ranks over NCCL, 249,856 tokens in 4 documents, 32 heads: {}"
 HIGHLIGHTS = (
     Highlight("`chunk_kda` forward, 8,192 tokens, 96 heads", "forward_", LONG, "cake_kda_jit"),
     Highlight("forward, 32,768 tokens in 4 documents, 32 heads", "forward_", PACK, "cake_kda_jit"),
@@ -159,6 +166,8 @@ HIGHLIGHTS = (
     Highlight("a state through 64 segments, 32 heads", "walk_", "64 segments, 32 heads, memory", "sm90 bf16x3_hw32"),
     Highlight("`causal_conv1d` forward, 131,072 x 12,288", "conv_", CONV, "forward"),
     Highlight("`causal_conv1d` backward, 131,072 x 12,288", "conv_", CONV, "backward"),
+    Highlight(TWO.format("forward"), "cp_real_", "Q1, CP 2, contiguous, B1", "bf16x3_hw64"),
+    Highlight(TWO.format("step with a replay"), "cp_real_", "Q1, CP 2, contiguous, B3", "bf16x3_hw64"),
     Highlight(
         "kernels of a training step, sm_90a, compiled from nothing", "first_call_sm", "training step", "together"
     ),

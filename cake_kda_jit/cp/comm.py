@@ -74,10 +74,20 @@ class TorchChannel(Channel):
         self._nothing = torch.empty(0, dtype=torch.uint8, device=device)
         self._is_nccl = self.backend_of(device) == "nccl"
         if self._is_nccl and device not in met:
-            work = dist.all_reduce(torch.zeros(1, device=device), group=self.group, async_op=True)
-            _StreamExchange(self, "first use of a device", work, device, ()).wait()
-            self.settle()
+            self._connect(device)
         met.add(device)
+
+    def _connect(self, device: torch.device) -> None:
+        """Connect with every peer by a first message each, and wait until it has come.
+
+        Both hosts work on a connection. So no exchange takes longer for it, and no kernel is loaded, which may wait for
+        the device, while the device waits for a peer that needs this process to connect.
+        """
+        message = torch.zeros(1, dtype=torch.uint8, device=device)
+        sends = {peer: message for peer in range(self.world_size) if peer != self.rank}
+        receives = {peer: torch.empty_like(message) for peer in sends}
+        self._start(sends, receives, "first use of a device").wait()
+        self.settle()
 
     def settle(self) -> None:
         """See Channel."""
@@ -93,13 +103,19 @@ class TorchChannel(Channel):
     def _settle_first(self) -> None:
         label, device, event = self._ahead.popleft()
         deadline = time.monotonic() + self.timeout
-        while not event.query():
+        while not self._is_past(label, event):
             if time.monotonic() > deadline:
                 self._ahead.clear()
                 # Its kernels would spin for ever, and whoever waits for the device with them.
                 self.group._get_backend(device).abort()
                 raise self._failure(label, TimeoutError("the device has not come past it"))
             time.sleep(POLL_SECONDS)
+
+    def _is_past(self, label: str, event: torch.cuda.Event) -> bool:
+        try:
+            return event.query()
+        except RuntimeError as error:  # the device has failed: a peer that gives up takes its memory with it
+            raise self._failure(label, error) from error
 
     def _start(self, sends, receives, label) -> Exchange:
         try:

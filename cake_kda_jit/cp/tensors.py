@@ -15,10 +15,12 @@ if TYPE_CHECKING:
 
 def index_of_ranges(ranges: Sequence[range], device: torch.device | str) -> torch.Tensor:
     """Return all numbers of the ranges, one range after the other, int64."""
-    # Two numbers a range go to the device, not one a token.
-    starts, lengths = torch.tensor(
-        [[one.start for one in ranges], [len(one) for one in ranges]], dtype=torch.int64, device=device
-    ).reshape(2, len(ranges))
+    # Two numbers a range go to the device, not one a token; pinned, or the host would wait for all that is before them.
+    numbers = torch.tensor(
+        [[one.start for one in ranges], [len(one) for one in ranges]], dtype=torch.int64, device="cpu"
+    )
+    numbers = numbers.pin_memory() if torch.device(device).type == "cuda" else numbers
+    starts, lengths = numbers.reshape(2, len(ranges)).to(device, non_blocking=True)
     total = sum(map(len, ranges))
     shifts = starts - (lengths.cumsum(0) - lengths)
     return torch.arange(total, device=device) + shifts.repeat_interleave(lengths, output_size=total)

@@ -87,14 +87,15 @@ def started_ranks(settings: Settings) -> Iterator[None]:
         try:
             _join_group(folder, 0, settings)
             yield
+            dist.destroy_process_group()  # before the others are waited for: NCCL lets none go alone
             while not others.join(SECONDS_TO_END):
                 pass
         finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
             for process in others.processes:
                 if process.is_alive():
                     process.terminate()
+            if dist.is_initialized() and not has_device_each(settings):
+                dist.destroy_process_group()
 
 
 def _join_group(folder: str, rank: int, settings: Settings) -> None:

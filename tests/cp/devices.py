@@ -27,6 +27,7 @@ from cake_kda_jit import (
     KcpOptions,
     Partition,
     PlanMismatchError,
+    causal_conv1d,
     gather,
     last_launches,
     reduce_parameter_gradients,
@@ -45,6 +46,7 @@ from cake_kda_jit.bench.virtual_ranks import (
     put_together,
     run_on_ranks,
 )
+from cake_kda_jit.cp import comm
 
 from .ranks import EXCHANGES, LAYOUTS, assert_same_bits, conv_call, conv_problem, convolution
 from .worlds import raises
@@ -209,16 +211,21 @@ def sub_groups_translate_their_ranks(rank: int, world: World) -> None:
 
 
 def a_late_rank_is_an_error_on_all(rank: int, world: World) -> None:
-    """The last check: a communicator that was given up may not be taken down in order."""
-    partition = Partition.contiguous([0, 200], world.size)
-    pack = make_pack((200,), head_dim=world.sizes.head_dim, device=world.device_of(rank))
-    ctx = KcpContext(partition, dist.new_group(), timeout=LATE_TIMEOUT)
-    on_rank(pack, ctx)
+    """The last check: a communicator that was given up may not be taken down in order.
+
+    Nothing here waits for the device but the exchanges: who reads a result waits as long as the process group lets him.
+    In a zigzag every rank waits for every other; the late one has messages of before the others gave up to go through.
+    """
+    device = world.device_of(rank)
+    ctx = KcpContext(Partition.zigzag([0, 200], world.size), dist.new_group(), timeout=LATE_TIMEOUT)
+    x = torch.ones(1, ctx.num_local_tokens, 64, dtype=torch.bfloat16, device=device)
+    weight = torch.ones(64, 4, dtype=torch.bfloat16, device=device)
+    causal_conv1d(x, weight, cp_context=ctx)
     if rank == world.size - 1:
         time.sleep(3 * LATE_TIMEOUT)
     with raises(CommunicationError, f"timeout={LATE_TIMEOUT} s", within=8 * LATE_TIMEOUT, same=False):
-        for _ in range(3):
-            on_rank(pack, ctx)
+        for _ in range(3 * comm.MOST_AHEAD + 6):
+            causal_conv1d(x, weight, cp_context=ctx)
 
 
 CHECKS = (
@@ -256,7 +263,16 @@ def run_rank(rank: int, world: World, folder: str) -> None:
         Path(folder, f"{check.__name__}.{rank}").write_text(failure)
         if check is not CHECKS[-1]:
             dist.barrier()
+    wait_for_all(world, folder)
     os._exit(0)  # the last group may be broken
+
+
+def wait_for_all(world: World, folder: str) -> None:
+    """Wait until every rank is through its last check: a process that ends takes memory away that others write to."""
+    told = [Path(folder, f"{CHECKS[-1].__name__}.{rank}") for rank in range(world.size)]
+    end = time.monotonic() + 10 * LATE_TIMEOUT
+    while time.monotonic() < end and not all(path.exists() for path in told):
+        time.sleep(0.1)
 
 
 def start(world: World) -> dict[str, dict[str, str]]:

@@ -45,6 +45,16 @@ def channel() -> TorchChannel:
     return made
 
 
+class Started:
+    """An exchange that notes when it was waited for."""
+
+    def __init__(self, calls: list) -> None:
+        self.calls = calls
+
+    def wait(self) -> None:
+        self.calls.append("wait")
+
+
 DEVICE = torch.device("cuda", 0)
 
 
@@ -73,3 +83,21 @@ def test_an_exchange_that_does_not_end_is_an_error_and_the_group_is_given_up(cha
         channel.settle()
     assert 0.2 <= time.monotonic() - begin < 5
     assert channel.group.aborted == 1 and not channel._ahead
+
+
+def test_all_peers_are_connected_before_anything_else_is_launched(channel, monkeypatch):
+    """With a message each, which has come before ``prepare`` returns."""
+    calls = []
+
+    def start(sends, receives, label):
+        calls.append((sorted(sends), sorted(receives), {one.numel() for one in (*sends.values(), *receives.values())}))
+        return Started(calls)
+
+    channel.world_size = 3
+    channel.group = Group()
+    monkeypatch.setattr(channel, "backend_of", lambda device: "nccl")
+    monkeypatch.setattr(channel, "_start", start)
+    monkeypatch.setattr(channel, "settle", lambda: calls.append("settle"))
+    for _ in range(2):
+        channel.prepare(torch.device("cpu"))
+    assert calls == [([0, 2], [0, 2], {1}), "wait", "settle"], "once for a group and a device"

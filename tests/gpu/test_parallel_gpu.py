@@ -125,6 +125,18 @@ def test_runs_have_the_same_bits(layout, nan_poison):
             assert_same_bits(mine, yours)
 
 
+def test_shares_are_taken_and_put_together_while_the_host_goes_on():
+    """A host that waited for its device would wait for a late peer's messages as well, without an end."""
+    x = torch.randn(1, 564, 3, device="cuda")
+    partition = Partition.per_document_zigzag(boundaries((300, 64, 200)), 2)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        whole = partition.unshard([partition.shard(x, rank) for rank in range(2)])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(whole, x)
+
+
 def conv_on_gpu(cu, **how):
     problem = conv_problem(cu, dtype=torch.bfloat16, channels=256, **how)
     for name, value in vars(problem).items():
