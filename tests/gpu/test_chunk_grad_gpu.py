@@ -12,7 +12,6 @@ from cake_kda_jit.errors import UnsupportedProblemError
 
 from ..programs.gradients import INPUTS, exact_chunk_gradients, grad_outputs, grad_values, random_edges
 from ..programs.pipeline import (
-    BAD_BLOCKS,
     FUSED,
     Pack,
     Tables,
@@ -21,7 +20,7 @@ from ..programs.pipeline import (
     make_pack,
     make_tables,
 )
-from .twins import launch_on_device, launch_twin
+from .twins import BAD_BLOCKS_ON_DEVICE, launch_on_device, launch_twin
 
 pytestmark = pytest.mark.gpu
 
@@ -281,7 +280,7 @@ def test_a_pack_without_chunks():
     assert all(tensor.numel() == 0 for tensor in run_on_device(pack, random_edges(pack)).values())
 
 
-BAD = {name: case for name, case in BAD_BLOCKS.items() if name != "no threads"} | {
+BAD = BAD_BLOCKS_ON_DEVICE | {
     "no queries": ({"q": None}, "q is null"),
     "no gradient": ({"do_": None}, "do_ is null"),
     "no z": ({"z": None}, "z is null"),

@@ -14,7 +14,6 @@ from cake_kda_jit.runtime.device import arch_of_device
 from cake_kda_jit.runtime.load import get_kernel
 
 from ..programs.pipeline import (
-    BAD_BLOCKS,
     FUSED,
     TILE_NAMES,
     Pack,
@@ -29,6 +28,7 @@ from ..programs.pipeline import (
     make_tiles,
     run_prepare,
 )
+from .twins import BAD_BLOCKS_ON_DEVICE
 
 pytestmark = pytest.mark.gpu
 
@@ -335,7 +335,7 @@ def test_a_pack_without_chunks():
     assert all(tile.numel() == 0 for tile in run_on_device(pack, k=None, q=None, qg=None, Aqk=None).values())
 
 
-BAD = {name: case for name, case in BAD_BLOCKS.items() if name != "no threads"} | {
+BAD = BAD_BLOCKS_ON_DEVICE | {
     "no keys": ({"k": None}, "k is null"),
     "no gate": ({"g": None}, "g is null"),
     "no queries": ({"q": None}, "q is null, but qg is wanted"),

@@ -12,10 +12,10 @@ from cake_kda_jit.errors import UnsupportedProblemError
 from cake_kda_jit.reference import transfer_walk_reference
 
 from ..programs.pipeline import (
-    BAD_BLOCKS,
     CHUNK,
     FUSED,
     Pack,
+    assert_equal_bits,
     assert_near,
     edited,
     exact_beta,
@@ -28,6 +28,7 @@ from ..programs.pipeline import (
 )
 from ..programs.test_chunk_scan import scan_outputs
 from .twins import (
+    BAD_SCANS,
     VARIANTS,
     assert_close,
     bits,
@@ -36,6 +37,7 @@ from .twins import (
     launch_on_device,
     launch_twin,
     launcher_fixture,
+    make_weak_pack,
 )
 
 pytestmark = pytest.mark.gpu
@@ -119,9 +121,7 @@ def test_every_output(run, variant):
 
 
 def test_long_weak_gates(run):
-    """A state that forgets little carries the roundings of many chunks."""
-    pack = make_pack((1500, 300), "bf16_k128", **FUSED | {"gate_form": "ready"})
-    pack.g.mul_(0.01)
+    pack = make_weak_pack((1500, 300), strength=0.01)
     tiles = run_prepare(pack)
     found = run(pack, tiles)
     assert_like_twin(pack, tiles, found)
@@ -155,8 +155,7 @@ def test_segments_and_checkpoints(run, checkpoint_chunks):
 
 
 def test_segments_give_what_one_segment_gives(run):
-    pack = make_pack((300, 0, 64, 200, 30), "bf16_k128", **FUSED | {"gate_form": "ready"})
-    pack.g.mul_(0.05)
+    pack = make_weak_pack((300, 0, 64, 200, 30), strength=0.05)
     tiles = run_prepare(pack)
     cut = pack.cut(128, minimum=100)
     entry, _ = transfer_walk_reference(*run_summary(cut, tiles), pack.initial_state, cut.tables.summary_offsets)
@@ -179,9 +178,7 @@ def test_poisoned_rows_and_strided_values(run):
     hidden = replace(pack, v=nans[..., 0], beta=beta[:, 1:], tables=tables)
     found = run(hidden, tiles, checkpoints=None)
     assert found["o"][75:].isnan().all(), "rows behind the pack are left alone"
-    found["o"] = found["o"][:75]
-    for name, tensor in expected.items():
-        assert torch.equal(bits(found[name]), bits(tensor)), name
+    assert_equal_bits(found | {"o": found["o"][:75]}, expected)
     odd = torch.empty(pack.v.numel() + 1, dtype=torch.bfloat16)[1:].view(pack.v.shape).copy_(pack.v)
     misaligned = run(replace(pack, v=odd), tiles, checkpoints=None)
     assert torch.equal(bits(misaligned["o"]), bits(expected["o"]))
@@ -192,14 +189,12 @@ def test_poisoned_rows_and_strided_values(run):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_families_agree_in_every_bit(variant, lengths):
     """A forward by one family may be replayed by another: what grad_scan forms again is what chunk_scan had."""
-    pack = make_pack(lengths, variant, H=1, HV=2, **FUSED | {"gate_form": "ready"})
-    pack.g.mul_(0.05)
+    pack = make_weak_pack(lengths, variant, strength=0.05, H=1, HV=2)
     tiles = run_prepare(pack)
     found, expected = (
         run_scan(pack, tiles, launcher=partial(launch_on_device, family=family)) for family in ("sm90", "smxx")
     )
-    for name, tensor in expected.items():
-        assert torch.equal(bits(found[name]), bits(tensor)), name
+    assert_equal_bits(found, expected)
 
 
 @pytest.mark.parametrize("heads", [(0, 2), (2, 4)])
@@ -224,8 +219,7 @@ def test_same_bits_every_time(run, variant):
     tiles = run_prepare(pack)
     found = run(pack, tiles)
     for _ in range(10):
-        again = run(pack, tiles)
-        assert all(torch.equal(bits(again[name]), bits(tensor)) for name, tensor in found.items())
+        assert_equal_bits(run(pack, tiles), found)
 
 
 def test_neighbours_change_no_bit(run):
@@ -272,20 +266,9 @@ def test_more_segments_than_a_grid_has_rows(launcher):
     assert_close("o", by_head("o", found), by_head("o", expected), TWIN_TOLERANCE)
 
 
-BAD = {name: case for name, case in BAD_BLOCKS.items() if name != "no threads"} | {
-    "no ke": ({"ke": None}, "ke is null"),
-    "no values": ({"v": None}, "v is null"),
-    "no segments": ({"segment_table": None}, "segment_table is null"),
-    "negative segments": ({"num_segments": -1}, "num_segments is -1"),
-    "too many segments": ({"num_segments": 2**31}, "at most 2.31 - 1 CTAs"),
-    "interval": ({"checkpoint_chunks": 0}, "checkpoint_chunks is 0"),
-    "misaligned": ({"kg": torch.zeros(4 * 2 * 64 * 64 + 1, dtype=torch.bfloat16)[1:]}, "multiple of 16"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
+@pytest.mark.parametrize("case", BAD_SCANS)
 def test_bad_arguments_are_refused(run, case):
-    change, message = BAD[case]
+    change, message = BAD_SCANS[case]
     pack = make_pack((70,), "bf16_k64", H=2, HV=4, **FUSED)
     with pytest.raises(UnsupportedProblemError, match=message):
         run(pack, run_prepare(pack), **change)

@@ -13,30 +13,26 @@ from cake_kda_jit.errors import UnsupportedProblemError
 from ..programs.pipeline import (
     Pack,
     exact_beta,
-    make_pack,
     make_tables,
     poisoned,
     run_prepare,
     scan_values,
 )
 from ..programs.test_segment_summary import BAD
-from .twins import VARIANTS, assert_close, bits, launch_on_device, launch_twin
+from .twins import VARIANTS, assert_close, bits, launch_on_device, launch_twin, make_weak_pack
 
 pytestmark = pytest.mark.gpu
 
 LENGTHS = (0, 300, 64, 130, 40)  # in segments of 128 tokens: one without tokens, three, one, two, one
-FUSED = {"gate_form": "ready", "beta_form": "sigmoid", "l2norm": True}
 # S, beta x, dv', z and beta z are rounded to bf16 as factors, 2^-9 each, which the twin does with v' and z alone.
 TWIN_TOLERANCE = 4e-3
 # Three bf16 parts hold fp32's 24 bits; what is left is the truncation in tensor cores' sums.
 MAP_TOLERANCE = 2e-6
 
 
-def make_weak_pack(lengths, variant="bf16_k128", *, strength=0.02, segment_tokens=128, **options) -> Pack:
+def make_cut_pack(lengths, variant="bf16_k128", *, strength=0.02, segment_tokens=128, **options) -> Pack:
     """Weak gates, so that M of a whole segment is not 0; every segment is summarised."""
-    pack = make_pack(lengths, variant, **FUSED | options)
-    pack.g.mul_(strength)
-    return pack.cut(segment_tokens, summarize_all=1)
+    return make_weak_pack(lengths, variant, strength=strength, **options).cut(segment_tokens, summarize_all=1)
 
 
 def run(pack: Pack, tiles, *, heads=None, backward=0, launcher=launch_on_device, **given):
@@ -67,7 +63,7 @@ def exact_maps(pack: Pack, tiles):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_segment(variant):
-    pack = make_weak_pack(LENGTHS, variant, HV=3)
+    pack = make_cut_pack(LENGTHS, variant, HV=3)
     tiles = run_prepare(pack)
     M, B = run(pack, tiles)
     backward_M, D = run(pack, tiles, backward=1)
@@ -85,7 +81,7 @@ def test_every_segment(variant):
 @pytest.mark.parametrize("beta_shift", [0.0, -6.0])
 def test_M_of_64_chunks(beta_shift):
     """Gates near 0: with small beta M stays near the identity, and nothing forgets an early chunk's error."""
-    pack = make_weak_pack((4096,), strength=0.0002, segment_tokens=4096)
+    pack = make_cut_pack((4096,), strength=0.0002, segment_tokens=4096)
     pack.beta.add_(beta_shift)
     tiles = run_prepare(pack)
     M, B = run(pack, tiles)
@@ -97,7 +93,7 @@ def test_M_of_64_chunks(beta_shift):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_B_has_the_bits_of_a_scan_from_zero(variant):
-    pack = make_weak_pack(LENGTHS, variant)
+    pack = make_cut_pack(LENGTHS, variant)
     tiles = run_prepare(pack)
     _, B = run(pack, tiles)
     segments = pack.tables.num_segments
@@ -115,7 +111,7 @@ def test_B_has_the_bits_of_a_scan_from_zero(variant):
 
 
 def test_hard_resets_forget_the_entry_state():
-    pack = make_weak_pack((130, 70))
+    pack = make_cut_pack((130, 70))
     pack.g[[100, 128, 150]] = -torch.inf
     tiles = run_prepare(pack)
     for backward in (0, 1):
@@ -127,7 +123,7 @@ def test_hard_resets_forget_the_entry_state():
 @pytest.mark.parametrize("backward", [0, 1])
 @pytest.mark.parametrize("flag", ["skip_first_M", "skip_first_B", "skip_last_B"])
 def test_what_is_skipped_is_left_alone(flag, backward):
-    pack = make_weak_pack(LENGTHS, "bf16_k64")
+    pack = make_cut_pack(LENGTHS, "bf16_k64")
     tiles = run_prepare(pack)
     everything = run(pack, tiles, backward=backward)
     found = run(pack, tiles, backward=backward, **{flag: 1})
@@ -139,7 +135,7 @@ def test_what_is_skipped_is_left_alone(flag, backward):
 
 
 def test_only_segments_with_a_summary_row_are_summarised():
-    everything = make_weak_pack(LENGTHS)
+    everything = make_cut_pack(LENGTHS)
     tiles = run_prepare(everything)
     some = everything.cut(128)
     rows = [index for index, row in enumerate(some.tables.segments()) if row[3] >= 0]
@@ -152,7 +148,7 @@ def test_only_segments_with_a_summary_row_are_summarised():
 @pytest.mark.parametrize("absent", ["M", "B"])
 def test_either_output_may_be_absent(absent, backward):
     """Then what only the other one reads may be null, and so may what only the other direction reads."""
-    pack = make_weak_pack((130,))
+    pack = make_cut_pack((130,))
     tiles = run_prepare(pack)
     everything = dict(zip("MB", run(pack, tiles, backward=backward)))
     unread = {"v": None} if backward or absent == "B" else {"qg": None, "Aqk": None, "do_": None}
@@ -162,7 +158,7 @@ def test_either_output_may_be_absent(absent, backward):
 
 
 def test_head_blocks_neighbours_and_strides():
-    pack = make_weak_pack((40, 170, 9), H=2, HV=4)
+    pack = make_cut_pack((40, 170, 9), H=2, HV=4)
     tiles = run_prepare(pack)
     rows = {name: getattr(pack, name)[40:210] for name in ("q", "k", "v", "g", "beta", "do")}
     alone = replace(pack, **rows, lengths=(170,), tables=make_tables((170,), 128, summarize_all=1))
@@ -182,7 +178,7 @@ def test_head_blocks_neighbours_and_strides():
 
 @pytest.mark.parametrize("backward", [0, 1])
 def test_same_bits_every_time(backward):
-    pack = make_weak_pack((700, 70, 300), H=2, HV=4)
+    pack = make_cut_pack((700, 70, 300), H=2, HV=4)
     tiles = run_prepare(pack)
     found = run(pack, tiles, backward=backward)
     for _ in range(10):
@@ -193,6 +189,6 @@ def test_same_bits_every_time(backward):
 @pytest.mark.parametrize("case", sorted(BAD.keys() - {"no threads"}))
 def test_bad_arguments_are_refused(case):
     change, message = BAD[case]
-    pack = make_weak_pack((70,), "bf16_k64", H=2, HV=4)
+    pack = make_cut_pack((70,), "bf16_k64", H=2, HV=4)
     with pytest.raises(UnsupportedProblemError, match=message):
         run(pack, run_prepare(pack), **change)

@@ -16,9 +16,20 @@ from cake_kda_jit.record import Record
 from cake_kda_jit.runtime.device import arch_of_device
 from cake_kda_jit.runtime.load import get_kernel
 
-from ..programs.pipeline import Pack, launch, make_tables, record_of
+from ..programs.pipeline import BAD_BLOCKS, FUSED, Pack, launch, make_pack, make_tables, record_of
 
 VARIANTS = ("bf16_k64", "bf16_k128", "fp16_k128")
+# What a library refuses: (fields, message). CUDA records have no num_threads; both scans share the rest.
+BAD_BLOCKS_ON_DEVICE = {name: case for name, case in BAD_BLOCKS.items() if name != "no threads"}
+BAD_SCANS = BAD_BLOCKS_ON_DEVICE | {
+    "no ke": ({"ke": None}, "ke is null"),
+    "no values": ({"v": None}, "v is null"),
+    "no segments": ({"segment_table": None}, "segment_table is null"),
+    "negative segments": ({"num_segments": -1}, "num_segments is -1"),
+    "too many segments": ({"num_segments": 2**31}, "at most 2.31 - 1 CTAs"),
+    "interval": ({"checkpoint_chunks": 0}, "checkpoint_chunks is 0"),
+    "misaligned": ({"kg": torch.zeros(4 * 2 * 64 * 64 + 1, dtype=torch.bfloat16)[1:]}, "multiple of 16"),
+}
 
 
 def device_record(program: str, variant: str, family: str = "smxx") -> Record:
@@ -79,6 +90,13 @@ def launcher_fixture(program: str) -> Callable:
 def launch_twin(program: str, variant: str, values: dict[str, object], outputs: dict[str, Tensor]) -> None:
     """Launch the cpu record that has the same tiles."""
     launch(record_of(program, variant), values)
+
+
+def make_weak_pack(lengths, variant: str = "bf16_k128", *, strength: float, **options) -> Pack:
+    """Ready gates of a share of their strength: a state forgets little, and carries the roundings of many chunks."""
+    pack = make_pack(lengths, variant, **FUSED | {"gate_form": "ready"} | options)
+    pack.g.mul_(strength)
+    return pack
 
 
 def document_of(pack: Pack, document: int) -> Pack:
