@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -20,6 +21,13 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture
+def graphs_collected():
+    """Torch leaves graphed callables to the garbage collector; a graph that ends within another capture breaks that."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture

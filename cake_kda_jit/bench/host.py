@@ -1,13 +1,14 @@
 """The host's time per call: from a call to its return, nothing waited for, a few calls one behind the other.
 
-Run ``python -m cake_kda_jit.bench host [--device cuda] [--tokens 4096] [--heads 32] [--json FILE]``. On a CUDA device a
-call returns when its launches are queued, so this is what Python and torch cost; a layer whose kernels take less waits
-for its host. Each run begins with an idle device and is a burst of calls, few enough that the device's queue takes all
-of them: a single call behind a synchronisation would find a processor that has just been asleep. On a CPU the kernels
-themselves are in it: few tokens and heads there.
+Run ``python -m cake_kda_jit.bench host [--device cuda] [--tokens 4096] [--heads 32] [--compile] [--json FILE]``. On a
+CUDA device a call returns when its launches are queued, so this is what Python and torch cost; a layer whose kernels
+take less waits for its host. Each run begins with an idle device and is a burst of calls, few enough that the device's
+queue takes all of them, behind one that is not counted: a call behind a synchronisation finds a processor that has just
+been asleep. On a CPU the kernels themselves are in it: few tokens and heads there.
 
 Beside the calls stands what torch alone takes on that host: an allocation, an empty node of autograd and its backward,
-which on a CUDA device wakes another thread, and the layer's nine projections.
+which on a CUDA device wakes another thread, and the layer's nine projections. On a CUDA device the layer stands there
+in CUDA graphs too. With ``--compile`` it is also compiled, which takes some ten seconds before the first row.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from ..layers import KimiDeltaAttention
 from ..ops.api import causal_conv1d, chunk_kda
 from ..ops.plan import Plan, make_plan
 from .core import Row, Times, machine, print_table, write_report
+from .host_graphs import GRAPHED, make_graph_calls
 
 HEAD_DIM = 128
 WHAT = "host time per call"
@@ -109,6 +111,7 @@ def make_calls(setting: Setting) -> tuple[dict[str, Callable[[], object]], dict[
         "causal_conv1d": lambda: causal_conv1d(channels, weight, plan=plan)[0],
         "the layer": lambda: layer(x, plan=plan),
         "the layer between its projections": between_projections,
+        "the layer's norm and gate": lambda: layer.o_norm(q, channels),
         "the layer's nine projections alone": projections,
         "plan.update": lambda: setting.capacity.update(plan.cu_seqlens),
         "make_plan": lambda: make_plan(
@@ -122,9 +125,22 @@ def make_calls(setting: Setting) -> tuple[dict[str, Callable[[], object]], dict[
         "causal_conv1d": [channels, weight],
         "the layer": [x, *layer.parameters()],
         "the layer between its projections": [channels, beta, *own],
+        "the layer's norm and gate": [q, channels, layer.o_norm.weight],
         "the layer's nine projections alone": [x, *(getattr(layer, name).weight for name in PROJECTIONS)],
     }
     return calls, leaves
+
+
+def add_other_forms(setting: Setting, calls: dict, leaves: dict, *, compiles: bool) -> None:
+    """Add the layer in CUDA graphs, on a device that has them, and compiled, to what ``make_calls`` returns."""
+    layer, x, plan, capacity = setting.layer, setting.x, setting.plan, setting.capacity
+    if x.device.type == "cuda":
+        calls |= make_graph_calls(layer, x, capacity, capacity.cu_seqlens.clone())
+        leaves[GRAPHED] = leaves["the layer"]
+    if compiles:
+        compiled = torch.compile(layer, fullgraph=True)
+        calls["the layer, compiled"] = lambda: compiled(x, plan=plan)
+        leaves["the layer, compiled"] = leaves["the layer"]
 
 
 def timed(
@@ -137,9 +153,10 @@ def timed(
     """Return milliseconds per ``call(prepare())`` until it returns, without those of ``prepare``, over bursts."""
     found = []
     for _ in range(WARMUP + runs):
-        prepared = [prepare() for _ in range(burst)]
+        first, *prepared = [prepare() for _ in range(1 + burst)]
         if device.type == "cuda":
             torch.cuda.synchronize(device)
+        call(first)
         began = time.perf_counter()
         for one in prepared:
             call(one)
@@ -148,11 +165,15 @@ def timed(
     return Times(statistics.median(kept), min(kept), max(kept), runs)
 
 
-def measure_host(setting: Setting, runs: int, burst: int, case: str, *, with_backward: bool) -> list[Row]:
-    """Return a row per call, and one per backward of those that have one."""
+def measure_host(
+    setting: Setting, runs: int, burst: int, case: str, *, with_backward: bool, compiles: bool = False
+) -> list[Row]:
+    """Return a row per call, and one per backward of those that have one; ``compiles`` adds the compiled layer."""
     device = setting.x.device
     calls, leaves = make_calls(setting)
-    if not with_backward:
+    if with_backward:
+        add_other_forms(setting, calls, leaves, compiles=compiles)
+    else:
         nn.Module.requires_grad_(setting.layer, False)
         setting.x.requires_grad_(False)
         del calls["chunk_kda"], calls["a node of autograd"]
@@ -184,18 +205,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--runs", type=int, default=50)
     parser.add_argument("--burst", type=int, default=10, help="calls per run")
     parser.add_argument("--forward-only", action="store_true", help="where no record has a gradient")
+    parser.add_argument("--compile", action="store_true", help="the compiled layer too")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args(argv)
     device = torch.device(arguments.device)
     setting = make_setting(arguments.tokens, arguments.heads, arguments.hidden, device)
     case = f"T {arguments.tokens}, H {arguments.heads}, hidden {arguments.hidden}"
-    runs, burst = arguments.runs, arguments.burst
-    rows = measure_host(setting, runs, burst, case, with_backward=not arguments.forward_only)
+    with_backward = not arguments.forward_only
+    rows = measure_host(
+        setting, arguments.runs, arguments.burst, case, with_backward=with_backward, compiles=arguments.compile
+    )
     if arguments.json is not None:
         write_report(arguments.json, WHAT, "cake_kda_jit.bench.host", device, rows)
-    print(
-        f"{WHAT}, us; {case}; {runs} runs of {burst} calls; {machine(device)['device']}, torch {torch.__version__}.\n"
-    )
+    bursts = f"{arguments.runs} runs of {arguments.burst} calls"
+    print(f"{WHAT}, us; {case}; {bursts}; {machine(device)['device']}, torch {torch.__version__}.\n")
     lines = [[row.arm, *(f"{1e3 * value:.1f}" for value in (row.ms.median, row.ms.min))] for row in rows]
     print_table(["call", "median", "min"], lines)
     return 0

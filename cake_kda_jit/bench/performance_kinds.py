@@ -126,7 +126,9 @@ KINDS = {
     ),
     "host": Kind(
         "Host",
-        "Until a call returns. On a CPU its kernels are in the time, on a GPU they are not.",
+        "Until a call returns, one behind the other. On a CPU its kernels are in the time, on a GPU they are not. "
+        "*Graphed* is `torch.cuda.make_graphed_callables`, *as a graph alone* a replay without autograd; both with the "
+        "copies that another pack needs.",
         unit="us",
     ),
     "recorded": Kind(

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from cake_kda_jit import ColdCallInCapture, causal_conv1d, chunk_kda, fla, make_plan, registry
+from cake_kda_jit.bench.host_graphs import GraphedLayer
 from cake_kda_jit.bench.problems import NAMES, Problem, make_problem
 from cake_kda_jit.layers import KimiDeltaAttention
 from cake_kda_jit.runtime import load
@@ -55,8 +56,8 @@ def make_layer() -> KimiDeltaAttention:
     return KimiDeltaAttention(HIDDEN, HEADS, HEAD_DIM).cuda().bfloat16()
 
 
-def make_input(tokens: int) -> torch.Tensor:
-    return torch.randn(1, tokens, HIDDEN, generator=torch.Generator().manual_seed(1)).cuda().bfloat16()
+def make_input(tokens: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(1, tokens, HIDDEN, generator=torch.Generator().manual_seed(seed)).cuda().bfloat16()
 
 
 def gradients(layer, x, call=None, **keywords) -> list[torch.Tensor]:
@@ -211,6 +212,66 @@ def test_a_captured_training_step_replays_other_packs():
         found = [p.grad.clone() for p in layer.parameters()]
         expected = gradients(layer, x, plan=capacity_plan(lengths))[2:]
         assert_equal(found, expected)
+
+
+def graphed_layer(layer: KimiDeltaAttention):
+    """The layer as torch.cuda.make_graphed_callables captures it, called with an input and the lengths of a pack."""
+    x, boundaries = make_input(MAX_TOKENS).requires_grad_(), boundaries_of(PACKS[0], MAX_DOCUMENTS)
+    graphed = GraphedLayer(layer, capacity_plan(PACKS[0]), x, boundaries)
+
+    def call(x, lengths):
+        boundaries.copy_(boundaries_of(lengths, MAX_DOCUMENTS))
+        return graphed(x, boundaries)
+
+    return call
+
+
+@needs_backward
+def test_a_graphed_layer_has_the_bits_of_the_eager_one(graphs_collected):
+    """Values and gradients, of other inputs and other documents than those of the capture."""
+    layer = make_layer()
+    graphed = graphed_layer(layer)
+    for seed, lengths in enumerate(PACKS):
+        x = make_input(MAX_TOKENS, seed)
+        found = gradients(layer, x, graphed, lengths=lengths)
+        assert_equal(found, gradients(layer, x, plan=capacity_plan(lengths)))
+
+
+@needs_backward
+def test_a_graphed_layer_trains_as_the_eager_one(graphs_collected):
+    """The optimizer changes the parameters in place, where the graphs read them, and drops their gradients."""
+    trained = []
+    for is_graphed in (True, False):
+        layer, losses = make_layer(), []
+        graphed = graphed_layer(layer) if is_graphed else None
+        optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2)
+        for seed, lengths in enumerate(PACKS[:4] * 2):
+            x = make_input(MAX_TOKENS, seed)
+            o = graphed(x, lengths) if is_graphed else layer(x, plan=capacity_plan(lengths))
+            losses.append((o - x).float().square().mean())
+            optimizer.zero_grad()
+            losses[-1].backward()
+            optimizer.step()
+        trained.append([*losses, *layer.parameters()])
+    assert_equal(*trained)
+    assert losses[4] < losses[0]
+
+
+@needs_backward
+def test_gradients_of_a_graphed_layer_add_up(graphs_collected):
+    """Over two packs, in gradients that the parameters already have: those of a graph are its own memory."""
+    found = []
+    for is_graphed in (True, False):
+        layer = make_layer()
+        graphed = graphed_layer(layer) if is_graphed else None
+        for parameter in layer.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        for seed, lengths in enumerate(PACKS[:2]):
+            x = make_input(MAX_TOKENS, seed)
+            o = graphed(x, lengths) if is_graphed else layer(x, plan=capacity_plan(lengths))
+            o.float().square().sum().backward()
+        found.append([parameter.grad for parameter in layer.parameters()])
+    assert_equal(*found)
 
 
 def test_the_drop_ins_graph_mode_replays_other_documents():
