@@ -79,8 +79,8 @@ class _Maker:
         self.num_segments = [one.num_segments(span.num_tokens) for one, span in zip(rules, self.spans)]
         # A segment begins with a chunk as a document does: tables of both are those of a pack of segments.
         boundaries = [
-            start + segment * one.segment_tokens
-            for start, one, count in zip(plan.spans.local_starts(rank), rules, self.num_segments)
+            start + segment * one.tokens_of(span.num_tokens)
+            for start, one, span, count in zip(plan.spans.local_starts(rank), rules, self.spans, self.num_segments)
             for segment in range(count)
         ]
         total = sum(span.num_tokens for span in self.spans)

@@ -328,6 +328,6 @@ def tables_of_batch(batch: int, tokens: int, num_value_heads: int, head_dim: int
     rows = rows_of_batch(batch, tokens, rule)
     cu_seqlens = torch.arange(batch + 1, dtype=torch.int64, device=device) * tokens
     tables = torch.ops.cake_kda_jit.pack_tables(
-        cu_seqlens, rows.chunks, rows.segments, rule.segment_tokens, rule.minimum_tokens
+        cu_seqlens, rows.chunks, rows.segments, rule.segment_tokens, rule.minimum_tokens, rule.most_segments
     )
     return BatchTables(*tables, rows.summaries, batch, cu_seqlens)

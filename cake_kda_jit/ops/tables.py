@@ -87,25 +87,26 @@ def write_tables(tables: Tables, cu_seqlens: torch.Tensor, rule: SegmentRule, su
         "max_segments": tables.segment_table.shape[0],
         "segment_tokens": rule.segment_tokens,
         "segment_minimum": rule.minimum_tokens,
+        "most_segments": rule.most_segments,
         "summarize_all": int(summarize_all),
     }
     launch(chosen.record, chosen.reason, values, device)
 
 
 @untraced
-def _pack_tables(cu_seqlens, max_chunks, max_segments, segment_tokens, segment_minimum) -> Tables:
+def _pack_tables(cu_seqlens, max_chunks, max_segments, *rule) -> Tables:
     tables = empty_tables(Rows(max_chunks, max_segments, 0), cu_seqlens.shape[0] - 1, cu_seqlens.device)
-    write_tables(tables, cu_seqlens, SegmentRule(segment_tokens, segment_minimum), False)
+    write_tables(tables, cu_seqlens, SegmentRule(*rule), False)
     return tables
 
 
-def _pack_tables_fake(cu_seqlens, max_chunks, max_segments, segment_tokens, segment_minimum) -> Tables:
+def _pack_tables_fake(cu_seqlens, max_chunks, max_segments, *rule) -> Tables:
     return empty_tables(Rows(max_chunks, max_segments, 0), cu_seqlens.shape[0] - 1, cu_seqlens.device)
 
 
 define(
-    "pack_tables(Tensor cu_seqlens, SymInt max_chunks, SymInt max_segments, int segment_tokens, int segment_minimum)"
-    " -> (Tensor, Tensor, Tensor)",
+    "pack_tables(Tensor cu_seqlens, SymInt max_chunks, SymInt max_segments, int segment_tokens, int segment_minimum, "
+    "int most_segments=0) -> (Tensor, Tensor, Tensor)",
     _pack_tables,
     _pack_tables_fake,
 )

@@ -15,6 +15,7 @@ FIELDS = (
     Field("max_segments", "i64", "rows of segment_table"),
     Field("segment_tokens", "i32", "tokens of a segment, a multiple of 64; 0: a document is one segment"),
     Field("segment_minimum", "i32", "documents shorter than this are one segment"),
+    Field("most_segments", "i32", "of a document; where more, each is 2, 4, 8 ... times as long; 0: any number"),
     Field("summarize_all", "i32", "1: every segment has a summary row; 0: those of documents of several segments"),
 )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..record import Field, Program, cpu_entry
-from .common import cpu_tile_records, smxx_tile_records
+from .common import cpu_tile_records, sm90_tile_records, smxx_tile_records
 from .tile_fields import BETA, HEAD_BLOCK, PREPARED_TILES, TABLES
 
 FIELDS = (
@@ -38,5 +38,7 @@ ENTRY = cpu_entry(FIELDS)
 PROGRAM = Program(
     name="segment_summary",
     summary="M and B (or D) of every segment with a summary row, one task per (segment, value head, M or B)",
-    records=cpu_tile_records("segment_summary", ENTRY) + smxx_tile_records("segment_summary", FIELDS),
+    records=cpu_tile_records("segment_summary", ENTRY)
+    + smxx_tile_records("segment_summary", FIELDS)
+    + sm90_tile_records("segment_summary", FIELDS),
 )

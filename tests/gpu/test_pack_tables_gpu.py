@@ -7,6 +7,7 @@ import torch
 
 from cake_kda_jit.catalog import registry
 from cake_kda_jit.errors import UnsupportedProblemError
+from cake_kda_jit.ops.select import SegmentRule
 from cake_kda_jit.runtime.device import arch_of_device
 from cake_kda_jit.runtime.load import get_kernel
 
@@ -29,14 +30,15 @@ def launch_on_device(values: dict[str, object]) -> dict[str, torch.Tensor]:
     return {name: values[name].cpu() for name in TABLES}
 
 
-def assert_as_cpu(lengths, segment_tokens=0, *, spare=0, minimum=0, summarize_all=0):
-    segments = [-(-length // segment_tokens) if segment_tokens and length >= minimum else 1 for length in lengths]
+def assert_as_cpu(lengths, segment_tokens=0, *, spare=0, minimum=0, most_segments=0, summarize_all=0):
+    rule = SegmentRule(segment_tokens, minimum, most_segments)
     values, tables = table_values(
         lengths,
         segment_tokens,
         max_chunks=sum(-(-length // 64) for length in lengths) + spare,
-        max_segments=sum(max(1, count) for count in segments) + spare,
+        max_segments=sum(map(rule.num_segments, lengths)) + spare,
         minimum=minimum,
+        most_segments=most_segments,
         summarize_all=summarize_all,
     )
     found = launch_on_device(values)
@@ -46,11 +48,13 @@ def assert_as_cpu(lengths, segment_tokens=0, *, spare=0, minimum=0, summarize_al
 
 
 @pytest.mark.parametrize("summarize_all", [0, 1])
+@pytest.mark.parametrize("most_segments", [0, 2])
 @pytest.mark.parametrize("minimum", [0, 200, 10_000])
 @pytest.mark.parametrize("segment_tokens", [0, 64, 128])
-@pytest.mark.parametrize("lengths", [(), (0,), (0, 0, 0), (64,), (65, 0, 1, 200, 63, 64, 3, 0), (128, 129, 127, 199)])
-def test_small_packs(lengths, segment_tokens, minimum, summarize_all):
-    assert_as_cpu(lengths, segment_tokens, spare=3, minimum=minimum, summarize_all=summarize_all)
+@pytest.mark.parametrize("lengths", [(), (0,), (0, 0, 0), (64,), (65, 0, 1, 200, 63, 64, 3, 0), (128, 129, 385, 199)])
+def test_small_packs(lengths, segment_tokens, minimum, most_segments, summarize_all):
+    options = {"minimum": minimum, "most_segments": most_segments, "summarize_all": summarize_all}
+    assert_as_cpu(lengths, segment_tokens, spare=3, **options)
 
 
 @pytest.mark.parametrize("count", [31, 32, 33, 1023, 1024, 1025, 10_000])
@@ -65,8 +69,9 @@ def test_runs_of_empty_documents():
     assert_as_cpu([0] * 1500 + [70] + [0] * 2500 + [1, 0, 64], 64, summarize_all=1, spare=5000)
 
 
-def test_one_document_of_a_million_tokens():
-    assert_as_cpu([5, 1_000_003, 7], 4096, minimum=16_384)
+@pytest.mark.parametrize("most_segments", [0, 16])
+def test_one_document_of_a_million_tokens(most_segments):
+    assert_as_cpu([5, 1_000_003, 7], 4096, minimum=16_384, most_segments=most_segments)
 
 
 def test_tables_that_are_too_short_are_not_overrun():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -13,29 +14,42 @@ from cake_kda_jit.errors import UnsupportedProblemError
 from ..programs.pipeline import (
     Pack,
     exact_beta,
+    make_pack,
     make_tables,
     poisoned,
     run_prepare,
     scan_values,
 )
 from ..programs.test_segment_summary import BAD
-from .twins import VARIANTS, assert_close, bits, launch_on_device, launch_twin, make_weak_pack
+from .twins import (
+    VARIANTS,
+    assert_close,
+    bits,
+    device_has,
+    document_of,
+    launch_on_device,
+    launch_twin,
+    launcher_fixture,
+)
 
 pytestmark = pytest.mark.gpu
 
 LENGTHS = (0, 300, 64, 130, 40)  # in segments of 128 tokens: one without tokens, three, one, two, one
+FUSED = {"gate_form": "ready", "beta_form": "sigmoid", "l2norm": True}
 # S, beta x, dv', z and beta z are rounded to bf16 as factors, 2^-9 each, which the twin does with v' and z alone.
 TWIN_TOLERANCE = 4e-3
 # Three bf16 parts hold fp32's 24 bits; what is left is the truncation in tensor cores' sums.
 MAP_TOLERANCE = 2e-6
 
 
-def make_cut_pack(lengths, variant="bf16_k128", *, strength=0.02, segment_tokens=128, **options) -> Pack:
+def make_weak_pack(lengths, variant="bf16_k128", *, strength=0.02, segment_tokens=128, **options) -> Pack:
     """Weak gates, so that M of a whole segment is not 0; every segment is summarised."""
-    return make_weak_pack(lengths, variant, strength=strength, **options).cut(segment_tokens, summarize_all=1)
+    pack = make_pack(lengths, variant, **FUSED | options)
+    pack.g.mul_(strength)
+    return pack.cut(segment_tokens, summarize_all=1)
 
 
-def run(pack: Pack, tiles, *, heads=None, backward=0, launcher=launch_on_device, **given):
+def summarize(pack: Pack, tiles, *, launcher, heads=None, backward=0, **given):
     """M and B (D backwards) of one launch, None where ``given`` says so."""
     rows = int(pack.tables.summary_offsets[-1])
     outputs = {name: poisoned(rows, pack.HV, pack.K, pack.K) for name in "MB"}
@@ -44,6 +58,14 @@ def run(pack: Pack, tiles, *, heads=None, backward=0, launcher=launch_on_device,
     values = scan_values(pack, tiles, heads) | gradient | options | outputs | given
     launcher("segment_summary", pack.variant, values, outputs)
     return tuple(values[name] for name in "MB")
+
+
+launcher = launcher_fixture("segment_summary")
+
+
+@pytest.fixture
+def run(launcher):
+    return partial(summarize, launcher=launcher)
 
 
 def exact_maps(pack: Pack, tiles):
@@ -62,8 +84,8 @@ def exact_maps(pack: Pack, tiles):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_segment(variant):
-    pack = make_cut_pack(LENGTHS, variant, HV=3)
+def test_every_segment(run, variant):
+    pack = make_weak_pack(LENGTHS, variant, HV=3)
     tiles = run_prepare(pack)
     M, B = run(pack, tiles)
     backward_M, D = run(pack, tiles, backward=1)
@@ -79,9 +101,9 @@ def test_every_segment(variant):
 
 
 @pytest.mark.parametrize("beta_shift", [0.0, -6.0])
-def test_M_of_64_chunks(beta_shift):
+def test_M_of_64_chunks(run, beta_shift):
     """Gates near 0: with small beta M stays near the identity, and nothing forgets an early chunk's error."""
-    pack = make_cut_pack((4096,), strength=0.0002, segment_tokens=4096)
+    pack = make_weak_pack((4096,), strength=0.0002, segment_tokens=4096)
     pack.beta.add_(beta_shift)
     tiles = run_prepare(pack)
     M, B = run(pack, tiles)
@@ -92,8 +114,8 @@ def test_M_of_64_chunks(beta_shift):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_B_has_the_bits_of_a_scan_from_zero(variant):
-    pack = make_cut_pack(LENGTHS, variant)
+def test_B_has_the_bits_of_a_scan_from_zero(run, variant):
+    pack = make_weak_pack(LENGTHS, variant)
     tiles = run_prepare(pack)
     _, B = run(pack, tiles)
     segments = pack.tables.num_segments
@@ -110,8 +132,39 @@ def test_B_has_the_bits_of_a_scan_from_zero(variant):
     assert torch.equal(B, outputs["final_state"])
 
 
-def test_hard_resets_forget_the_entry_state():
-    pack = make_cut_pack((130, 70))
+@pytest.mark.skipif(not torch.cuda.is_available() or not device_has("sm90"), reason="needs the family sm90")
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("backward", [0, 1])
+def test_families_agree_in_every_bit(variant, backward):
+    """So what one family summarized may be walked and scanned by another."""
+    pack = make_weak_pack((0, 64 * 11 + 5, 130), variant, H=1, HV=2, segment_tokens=64 * 9)
+    tiles = run_prepare(pack)
+    found, expected = (
+        summarize(pack, tiles, launcher=partial(launch_on_device, family=family), backward=backward)
+        for family in ("sm90", "smxx")
+    )
+    assert all(torch.equal(bits(one), bits(other)) for one, other in zip(found, expected))
+
+
+@pytest.mark.parametrize("backward", [0, 1])
+def test_the_number_of_ctas_changes_no_bit(run, backward):
+    """Many segments leave no processor to themselves, and sm90 then walks M and B, or all of D, in one CTA."""
+    pack = make_weak_pack((70, 900, *range(1, 70)), "bf16_k128", HV=1, segment_tokens=448)
+    found = run(pack, run_prepare(pack), backward=backward)
+    skips = {"skip_first_M": 1, "skip_last_B": 1}
+    some = run(pack, run_prepare(pack), backward=backward, **skips)
+    uncut = make_weak_pack(pack.lengths, "bf16_k128", HV=1, segment_tokens=0)
+    for document, rows in ((0, slice(0, 1)), (1, slice(1, 4)), (60, slice(62, 63))):
+        alone = document_of(uncut, document).cut(448, summarize_all=1)
+        own = run(alone, run_prepare(alone), backward=backward)
+        assert all(torch.equal(bits(one[rows]), bits(other)) for one, other in zip(found, own))
+    for one, every in zip(some, found):
+        skipped = one.isnan()
+        assert skipped.any() and torch.equal(bits(one[~skipped]), bits(every[~skipped]))
+
+
+def test_hard_resets_forget_the_entry_state(run):
+    pack = make_weak_pack((130, 70))
     pack.g[[100, 128, 150]] = -torch.inf
     tiles = run_prepare(pack)
     for backward in (0, 1):
@@ -122,8 +175,8 @@ def test_hard_resets_forget_the_entry_state():
 
 @pytest.mark.parametrize("backward", [0, 1])
 @pytest.mark.parametrize("flag", ["skip_first_M", "skip_first_B", "skip_last_B"])
-def test_what_is_skipped_is_left_alone(flag, backward):
-    pack = make_cut_pack(LENGTHS, "bf16_k64")
+def test_what_is_skipped_is_left_alone(run, flag, backward):
+    pack = make_weak_pack(LENGTHS, "bf16_k64")
     tiles = run_prepare(pack)
     everything = run(pack, tiles, backward=backward)
     found = run(pack, tiles, backward=backward, **{flag: 1})
@@ -134,8 +187,8 @@ def test_what_is_skipped_is_left_alone(flag, backward):
         assert one[skipped].isnan().all() and torch.equal(one[~skipped], every[~skipped])
 
 
-def test_only_segments_with_a_summary_row_are_summarised():
-    everything = make_cut_pack(LENGTHS)
+def test_only_segments_with_a_summary_row_are_summarised(run):
+    everything = make_weak_pack(LENGTHS)
     tiles = run_prepare(everything)
     some = everything.cut(128)
     rows = [index for index, row in enumerate(some.tables.segments()) if row[3] >= 0]
@@ -146,9 +199,9 @@ def test_only_segments_with_a_summary_row_are_summarised():
 
 @pytest.mark.parametrize("backward", [0, 1])
 @pytest.mark.parametrize("absent", ["M", "B"])
-def test_either_output_may_be_absent(absent, backward):
+def test_either_output_may_be_absent(run, absent, backward):
     """Then what only the other one reads may be null, and so may what only the other direction reads."""
-    pack = make_cut_pack((130,))
+    pack = make_weak_pack((130,))
     tiles = run_prepare(pack)
     everything = dict(zip("MB", run(pack, tiles, backward=backward)))
     unread = {"v": None} if backward or absent == "B" else {"qg": None, "Aqk": None, "do_": None}
@@ -157,8 +210,8 @@ def test_either_output_may_be_absent(absent, backward):
     assert found[absent] is None and torch.equal(found[present], everything[present])
 
 
-def test_head_blocks_neighbours_and_strides():
-    pack = make_cut_pack((40, 170, 9), H=2, HV=4)
+def test_head_blocks_neighbours_and_strides(run):
+    pack = make_weak_pack((40, 170, 9), H=2, HV=4)
     tiles = run_prepare(pack)
     rows = {name: getattr(pack, name)[40:210] for name in ("q", "k", "v", "g", "beta", "do")}
     alone = replace(pack, **rows, lengths=(170,), tables=make_tables((170,), 128, summarize_all=1))
@@ -177,8 +230,8 @@ def test_head_blocks_neighbours_and_strides():
 
 
 @pytest.mark.parametrize("backward", [0, 1])
-def test_same_bits_every_time(backward):
-    pack = make_cut_pack((700, 70, 300), H=2, HV=4)
+def test_same_bits_every_time(run, backward):
+    pack = make_weak_pack((700, 70, 300), H=2, HV=4)
     tiles = run_prepare(pack)
     found = run(pack, tiles, backward=backward)
     for _ in range(10):
@@ -187,8 +240,8 @@ def test_same_bits_every_time(backward):
 
 
 @pytest.mark.parametrize("case", sorted(BAD.keys() - {"no threads"}))
-def test_bad_arguments_are_refused(case):
+def test_bad_arguments_are_refused(run, case):
     change, message = BAD[case]
-    pack = make_cut_pack((70,), "bf16_k64", H=2, HV=4)
+    pack = make_weak_pack((70,), "bf16_k64", H=2, HV=4)
     with pytest.raises(UnsupportedProblemError, match=message):
         run(pack, run_prepare(pack), **change)

@@ -114,11 +114,12 @@ def test_convolution(lengths, nan_poison):
     lengths=st.lists(st.integers(0, 700), max_size=8),
     segment_chunks=st.integers(0, 3),
     minimum=st.integers(1, 600),
+    most_segments=st.integers(0, 4),
     spare_documents=st.integers(0, 2),
     spare_tokens=st.integers(0, 200),
 )
-def test_most_rows_suffice(lengths, segment_chunks, minimum, spare_documents, spare_tokens):
-    rule = SegmentRule(64 * segment_chunks, minimum)
+def test_most_rows_suffice(lengths, segment_chunks, minimum, most_segments, spare_documents, spare_tokens):
+    rule = SegmentRule(64 * segment_chunks, minimum, most_segments)
     needed = rows_of_lengths(lengths, rule, False)
     most = most_rows(len(lengths) + spare_documents, sum(lengths) + spare_tokens, rule)
     assert all(one <= other for one, other in zip(needed, most))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cake_kda_jit.arch import host_arch
+from cake_kda_jit.ops.select import SegmentRule
 from cake_kda_jit.programs.attention_fields import BETA_FORMS, DTYPE_CODES, GATE_FORMS
 from cake_kda_jit.programs.tile_fields import GRADIENT_ROWS, VALUE_ROWS
 from cake_kda_jit.record import Record
@@ -179,7 +180,7 @@ def whole_gradients(tile: Tensor) -> Tensor:
     return ((rounded.contiguous().view(torch.int16).int() << 16) + above).view(torch.float32).double()
 
 
-def table_values(lengths, segment_tokens=0, *, max_chunks, max_segments, minimum=0, summarize_all=0):
+def table_values(lengths, segment_tokens=0, *, max_chunks, max_segments, minimum=0, summarize_all=0, most_segments=0):
     """The argument block of pack_tables and, of it, the tables; these hold rows that no pack has."""
     tables = Tables(
         torch.full((max_chunks, 4), -7, dtype=torch.int32),
@@ -196,6 +197,7 @@ def table_values(lengths, segment_tokens=0, *, max_chunks, max_segments, minimum
         "max_segments": max_segments,
         "segment_tokens": segment_tokens,
         "segment_minimum": minimum,
+        "most_segments": most_segments,
         "summarize_all": summarize_all,
         "num_threads": 1,
     }
@@ -204,11 +206,9 @@ def table_values(lengths, segment_tokens=0, *, max_chunks, max_segments, minimum
 
 def make_tables(lengths, segment_tokens=0, **options) -> Tables:
     """Launch pack_tables with tables of just the rows that the pack needs."""
-    minimum = options.get("minimum", 0)
+    rule = SegmentRule(segment_tokens, options.get("minimum", 0), options.get("most_segments", 0))
     max_chunks = sum(-(-length // CHUNK) for length in lengths)
-    max_segments = sum(
-        max(1, -(-length // segment_tokens)) if segment_tokens and length >= minimum else 1 for length in lengths
-    )
+    max_segments = sum(map(rule.num_segments, lengths))
     values, tables = table_values(lengths, segment_tokens, max_chunks=max_chunks, max_segments=max_segments, **options)
     launch(record_of("pack_tables", "int64"), values)
     return tables

@@ -15,13 +15,17 @@ RECORD = record_of("pack_tables", "int64")
 NO_DOCUMENT = [-1, 0, 0]
 
 
-def expected_tables(lengths, segment_tokens, minimum=0, summarize_all=0):
+def expected_tables(lengths, segment_tokens, minimum=0, summarize_all=0, most_segments=0):
     """(chunk rows, segment rows, first summary row of each document)."""
     chunks, segments, offsets, token = [], [], [0], 0
     for document, length in enumerate(lengths):
         is_cut = segment_tokens and length >= minimum
-        starts = range(0, length, segment_tokens) if is_cut else [0]
-        starts = list(starts) or [0]
+        starts = list(range(0, length, segment_tokens)) if is_cut else [0]
+        every = 1
+        while most_segments and len(starts) > most_segments:
+            every *= 2
+            starts = list(range(0, length, every * segment_tokens))
+        starts = starts or [0]
         has_summary = summarize_all or len(starts) > 1
         for n, start in enumerate(starts):
             end = starts[n + 1] if n + 1 < len(starts) else length
@@ -36,12 +40,14 @@ def expected_tables(lengths, segment_tokens, minimum=0, summarize_all=0):
 
 
 @pytest.mark.parametrize("summarize_all", [0, 1])
+@pytest.mark.parametrize("most_segments", [0, 2, 3])
 @pytest.mark.parametrize("minimum", [0, 200, 10_000])
 @pytest.mark.parametrize("segment_tokens", [0, 64, 128])
-@pytest.mark.parametrize("lengths", [(), (0,), (0, 0, 0), (64,), (65, 0, 1, 200, 63, 64, 3, 0), (128, 129, 127, 199)])
-def test_tables_of_the_exact_size(lengths, segment_tokens, minimum, summarize_all):
-    tables = make_tables(lengths, segment_tokens, minimum=minimum, summarize_all=summarize_all)
-    chunks, segments, offsets = expected_tables(lengths, segment_tokens, minimum, summarize_all)
+@pytest.mark.parametrize("lengths", [(), (0,), (0, 0, 0), (64,), (65, 0, 1, 200, 63, 64, 3, 0), (128, 129, 385, 199)])
+def test_tables_of_the_exact_size(lengths, segment_tokens, minimum, most_segments, summarize_all):
+    options = {"minimum": minimum, "most_segments": most_segments, "summarize_all": summarize_all}
+    tables = make_tables(lengths, segment_tokens, **options)
+    chunks, segments, offsets = expected_tables(lengths, segment_tokens, **options)
     assert tables.chunk_table.tolist() == chunks
     assert tables.segment_table.tolist() == segments
     assert tables.summary_offsets.tolist() == offsets
@@ -52,16 +58,18 @@ def test_tables_of_the_exact_size(lengths, segment_tokens, minimum, summarize_al
     lengths=st.lists(st.integers(0, 400), max_size=8),
     segment_chunks=st.integers(0, 4),
     minimum=st.integers(0, 300),
+    most_segments=st.integers(0, 4),
     spare=st.integers(0, 3),
 )
-def test_rows_past_the_last_used_one_have_no_document(lengths, segment_chunks, minimum, spare):
-    chunks, segments, offsets = expected_tables(lengths, segment_chunks * CHUNK, minimum)
+def test_rows_past_the_last_used_one_have_no_document(lengths, segment_chunks, minimum, most_segments, spare):
+    cut = {"minimum": minimum, "most_segments": most_segments}
+    chunks, segments, offsets = expected_tables(lengths, segment_chunks * CHUNK, **cut)
     values, tables = table_values(
         lengths,
         segment_chunks * CHUNK,
         max_chunks=len(chunks) + spare,
         max_segments=len(segments) + spare,
-        minimum=minimum,
+        **cut,
     )
     launch(RECORD, values)
     assert tables.chunk_table.tolist() == chunks + [[*NO_DOCUMENT, 0]] * spare
@@ -82,6 +90,7 @@ def test_a_documents_cut_depends_on_its_own_length_only():
 BAD_ADDRESSES_AND_SIZES = {
     "segment length": ({"segment_tokens": 100}, "segment_tokens is 100; use a multiple of 64"),
     "negative segment": ({"segment_tokens": -64}, "segment_tokens is -64"),
+    "negative number": ({"most_segments": -1}, "most_segments is -1; use 0 for any number"),
     "documents": ({"num_documents": -1}, "num_documents is -1"),
     "no boundaries": ({"cu_seqlens": None}, "cu_seqlens is null"),
     "no offsets": ({"summary_offsets": None}, "summary_offsets is null"),
