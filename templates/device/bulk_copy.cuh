@@ -1,6 +1,5 @@
-// Copies by the bulk copy engine of sm_90 from global to shared memory: one thread starts them, and a barrier of the
-// CTA that receives counts their bytes. Barriers are given by their addresses. Included after ldmatrix.cuh and
-// mbarrier.cuh.
+// Copies by the bulk copy engine of sm_90: one thread starts them. To shared memory a barrier of the CTA that receives
+// counts their bytes; barriers are given by their addresses. Included after ldmatrix.cuh and mbarrier.cuh.
 #include <cstdint>
 
 #include <cuda.h>
@@ -31,6 +30,18 @@ __device__ __forceinline__ void copy_box(void* target, const CUtensorMap& map, i
           "h"(static_cast<uint16_t>((1 << kNumCtas) - 1))
         : "memory");
   }
+}
+
+// From shared memory to the box of a tensor map at (column, row, tile). Who wrote there has fenced it for the engine.
+[[maybe_unused]] __device__ __forceinline__ void store_box(const CUtensorMap& map, int column, int row, int tile,
+                                                           const void* source) {
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, { %2, %3, %4}], [%1];"
+               : : "l"(&map), "r"(shared_address(source)), "r"(column), "r"(row), "r"(tile) : "memory");
+}
+
+// Until what this thread's stores read may be overwritten.
+[[maybe_unused]] __device__ __forceinline__ void wait_for_stores_to_read() {
+  asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" : : : "memory");
 }
 
 // Arrives, and the phase does not end before as many bytes have been copied.

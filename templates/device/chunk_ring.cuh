@@ -9,8 +9,8 @@ constexpr int kWarpThreads = 32;
 constexpr int kGroupThreads = 128;  // of a warpgroup
 constexpr int kGroups = 3;          // of a stage's tiles, by when they are read
 
-// A stage's: of each group one that it is full and one that it is empty. At the former each lane that writes arrives for
-// itself: that __syncwarp() and one lane's word order the others' writes is more than racecheck knows.
+// A stage's: of each group one that it is full and one that it is empty. At the former each lane that writes arrives
+// for itself: that __syncwarp() and one lane's word order the others' writes is more than racecheck knows.
 struct Barriers {
   uint64_t of_group[kGroups];
 
@@ -57,6 +57,19 @@ __device__ __forceinline__ void release(uint32_t empty) {
     if (threadIdx.x % 32 < kCluster) mbarrier_arrive_in_cluster(empty, threadIdx.x % 32);
   } else {
     if (threadIdx.x % 32 == 0) mbarrier_arrive(empty);
+  }
+}
+
+// The same by every lane for itself. __syncwarp() and one lane's word order the others' reads too, before what threads
+// write there next, but that is more than racecheck knows.
+template <int kCluster>
+__device__ __forceinline__ void release_by_lanes(uint32_t empty) {
+  __syncwarp();
+  if constexpr (kCluster > 1) {
+#pragma unroll
+    for (int rank = 0; rank < kCluster; ++rank) mbarrier_arrive_in_cluster(empty, rank);
+  } else {
+    mbarrier_arrive(empty);
   }
 }
 

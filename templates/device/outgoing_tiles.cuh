@@ -23,7 +23,8 @@ struct OutgoingTiles {
 };
 
 // The consumer's side: a warp's 16 columns, from warp_column on.
-__device__ __forceinline__ void stage_state(SharedTile<kHeadDim>& tile, const StateFactor& S, int warp_column) {
+[[maybe_unused]] __device__ __forceinline__ void stage_state(SharedTile<kHeadDim>& tile, const StateFactor& S,
+                                                             int warp_column) {
   const int lane = threadIdx.x % 32, row = warp_column + lane % 16;
   const uint32_t address = shared_address(&tile.piece[row][(lane / 16) ^ (row % 8)]);
 #pragma unroll
@@ -37,7 +38,8 @@ __device__ __forceinline__ void stage_tokens(SharedTile<64>& tile, const TokenFa
   for (int k = 0; k < kTokenSteps; ++k) stmatrix_x4_trans(address + k * 16 * SharedTile<64>::kRowBytes, tokens[k]);
 }
 
-__device__ __forceinline__ void stage_gradients(GradientSums& tile, const TokenSums& z, int warp_column) {
+[[maybe_unused]] __device__ __forceinline__ void stage_gradients(GradientSums& tile, const TokenSums& z,
+                                                                 int warp_column) {
   const int row = threadIdx.x % 4 * 2, column = (warp_column + threadIdx.x % 32 / 4) ^ (row * 4);
 #pragma unroll
   for (int n = 0; n < kTokenTiles; ++n) {

@@ -233,18 +233,30 @@ def test_neighbours_change_no_bit(run):
 
 
 def test_the_width_of_a_cta_changes_no_bit(run):
-    """Many documents get wide CTAs, one alone narrow ones."""
-    pack = make_pack((70, *range(1, 80)), "bf16_k128", HV=1, **FUSED)
+    """Many heads of one document get wide CTAs, few of them narrow ones."""
+    pack = make_pack((200,), "bf16_k128", H=70, HV=70, **FUSED)
     tiles = run_prepare(pack)
-    found = run(pack, tiles)
+    found, bare = run(pack, tiles), run(pack, tiles, h=None, v_new=None)
     assert_like_twin(pack, tiles, found)
     assert_exact_steps(pack, tiles, found)
-    for document in (0, 1, 66):
-        alone = document_of(pack, document)
-        own = run(alone, run_prepare(alone))
-        begin, end = pack.boundaries()[document : document + 2]
-        assert torch.equal(own["o"], found["o"][begin:end])
-        assert torch.equal(own["final_state"][0], found["final_state"][document])
+    for first in (0, 68):
+        inside = slice(first, first + 2)
+        own = run(pack, run_prepare(pack, (first, 2)), heads=(first, 2))
+        for name in ("o", "final_state", "checkpoints"):
+            for wide in (found, bare):
+                assert torch.equal(bits(own[name][:, inside]), bits(wide[name][:, inside])), name
+        for name in ("h", "v_new"):
+            assert torch.equal(bits(own[name]), bits(found[name][inside])), name
+
+
+def test_the_width_changes_no_bit_of_many_documents(run):
+    """Without h and v', very many CTAs are wide."""
+    pack = make_pack((70, *range(1, 80)), "bf16_k128", H=8, HV=8, **FUSED)
+    tiles = run_prepare(pack)
+    found, bare = run(pack, tiles), run(pack, tiles, h=None, v_new=None)
+    assert_like_twin(pack, tiles, found)
+    for name, tensor in bare.items():
+        assert torch.equal(bits(tensor), bits(found[name])), name
 
 
 def test_absent_outputs_change_no_bit(run):

@@ -290,7 +290,7 @@ def test_a_table_that_pack_tables_does_not_write_is_refused(column, value):
 
 
 @pytest.mark.parametrize("variant", ["bf16_k64", "bf16_k128", "fp16_k128"])
-@pytest.mark.parametrize("program", ["chunk_scan", "grad_scan"])
+@pytest.mark.parametrize("program", ["chunk_scan", "grad_scan", "segment_summary"])
 def test_sm90_products_are_not_serialized(program, variant):
     """ptxas notes C7508 to C7519: setmaxnreg was ignored, or wgmma made to wait, at a fraction of the speed."""
     try:
