@@ -192,19 +192,14 @@ __device__ __forceinline__ AcrossLanes add_across_lanes(float own) {
   return {t & 2 ? other_pair + low : low, t & 2 ? high : high + other_pair, pair + other_pair};
 }
 
-// kCount sums (4 or 8) over the lanes with one t: lane l gets that of number channel_sum_of_lane<kCount>().
-template <int kCount>
-__device__ __forceinline__ int channel_sum_of_lane() {
-  return kCount == 8 ? lane_group() : lane_group() / 2;
-}
+// Four sums over the lanes with one t: lane l gets that of number channel_sum_of_lane().
+__device__ __forceinline__ int channel_sum_of_lane() { return lane_group() / 2; }
 
-template <int kCount>
-__device__ __forceinline__ float sum_over_channels(float (&values)[kCount]) {
-  static_assert(kCount == 4 || kCount == 8, "a lane returns one sum");
+__device__ __forceinline__ float sum_over_channels(float (&values)[4]) {
   constexpr unsigned kAllLanes = 0xffffffffu;
   const int lane = lane_anew();
 #pragma unroll
-  for (int count = kCount / 2, distance = 16; count >= 1; count /= 2, distance /= 2) {
+  for (int count = 2, distance = 16; count >= 1; count /= 2, distance /= 2) {
     const bool keeps_upper = lane & distance;
 #pragma unroll
     for (int v = 0; v < count; ++v) {
@@ -213,8 +208,7 @@ __device__ __forceinline__ float sum_over_channels(float (&values)[kCount]) {
       values[v] = kept + __shfl_xor_sync(kAllLanes, given, distance);
     }
   }
-  if (kCount == 4) values[0] += __shfl_xor_sync(kAllLanes, values[0], 4);
-  return values[0];
+  return values[0] + __shfl_xor_sync(kAllLanes, values[0], 4);
 }
 
 // Finite numbers rounded to TF32, ties away from zero: mma ignores the 13 bits that TF32 lacks.

@@ -17,24 +17,24 @@ __device__ __forceinline__ float gate_decay(float x, float amplitude, float lowe
   return exp2_approximate(kLog2E * lower_bound * sigmoid);
 }
 
-// dx from dg, and the amplitude's term. Behind a decay of exactly 0 dx is 0, and where dx is 0, the term is: x and g
-// may be infinite there, so both are selected. The slope is finite, and exactly 0 far out.
+// dx from dg, and the amplitude's term added to its sum. Behind a decay of exactly 0 dx is 0, and where dx is 0, the
+// term is: x and g may be infinite there, so both are selected. The slope is finite, and exactly 0 far out.
 template <int kForm>
-__device__ __forceinline__ float gate_backward(float dg, float x, float amplitude, float lower_bound, float& term) {
+__device__ __forceinline__ float gate_backward(float dg, float x, float amplitude, float lower_bound,
+                                               float& amplitude_sum) {
   if constexpr (kForm == kGateBounded) {
     const float e = exp2_approximate(-fabsf(kLog2E * amplitude * x)), r = reciprocal(1.0f + e);
     const float dx = dg * (e * r * (r * fmaxf(lower_bound * amplitude, -FLT_MAX)));
-    term = dx == 0.0f ? 0.0f : dx * x;
+    amplitude_sum = fmaf(dx, dx == 0.0f ? 0.0f : x, amplitude_sum);
     return dx;
   }
   if constexpr (kForm == kGateSoftplus) {
     const float g2 = -amplitude * softplus2(kLog2E * x);
     const float slope = -amplitude * reciprocal(1.0f + exp2_approximate(-kLog2E * x));
     const float dx = exp2_approximate(g2) == 0.0f ? 0.0f : dg * slope;
-    term = dx == 0.0f ? 0.0f : dg * (kLn2 * g2);
+    amplitude_sum = fmaf(dg, dx == 0.0f ? 0.0f : kLn2 * g2, amplitude_sum);
     return dx;
   }
-  term = 0.0f;
   return exp2_approximate(kLog2E * x) == 0.0f ? 0.0f : dg;
 }
 
