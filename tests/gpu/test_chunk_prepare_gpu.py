@@ -271,6 +271,15 @@ def test_absent_outputs_change_no_bit_of_the_others(wanted):
     assert_equal_bits(run_on_device(pack, **absent), {name: everything[name] for name in wanted})
 
 
+@pytest.mark.parametrize("absent", [("Aqk", "Tinv"), ("Tinv",)])
+def test_what_a_backward_prepares_again_has_the_same_bits(absent):
+    """Without pairs another kernel runs, here on more items than CTAs run at once."""
+    pack = to_device(make_pack((500, 30, 64), "bf16_k128", H=16, HV=32, **FUSED))
+    found = run_on_device(pack, **dict.fromkeys(absent))
+    everything = run_on_device(pack)
+    assert_equal_bits(found, {name: everything[name] for name in found})
+
+
 def test_without_queries():
     pack = to_device(make_pack((70,), "bf16_k128", **FUSED))
     everything = run_on_device(pack)
