@@ -52,11 +52,11 @@ def chunk_kda(
 
     ``disable_recompute`` chooses what the forward keeps: everything that the backward reads
     (``KdaOptions(backward="saved", keep_decayed_qk=True)``), or states every 512 tokens (``backward="replay"``); both
-    give the same bits. ``use_graph`` takes the documents from ``cu_seqlens`` on the device,
-    of ``max_num_seqs + 1`` entries or fewer, so that a captured call may be replayed after their content has changed;
-    rows of outputs and gradients behind the last document are then 0. ``chunk_size`` 32 and ``safe_gate`` change no
-    result. ``A_log`` and ``dt_bias`` of any dtype are computed with in fp32. ``transpose_state_layout`` is their old
-    name of ``state_v_first``. ``cp_context`` is a ``KcpContext`` of this package, with options of its own.
+    give the same bits. ``use_graph`` takes the documents from ``cu_seqlens`` on the device, of ``max_num_seqs + 1``
+    entries or fewer, so that a captured call may be replayed after their content has changed; rows of outputs and
+    gradients behind the last document are then 0. ``chunk_size`` 32 and ``safe_gate`` change no result. ``A_log`` and
+    ``dt_bias`` of any dtype are computed with in fp32. ``transpose_state_layout`` is their old name of
+    ``state_v_first``. ``cp_context`` is a ``KcpContext`` of this package, with options of its own.
 
     Refused: ``return_intermediate_states``; ``use_graph`` beside ``cp_context``.
     """

@@ -15,6 +15,7 @@ from .. import config
 from ..arch import Arch, get_arch
 from ..codegen.render import check_arch
 from ..errors import BuildError, NotPrebuilt, ToolchainNotFound, UnsupportedArch
+from ..paths import manifest_path
 from ..record import Record
 from . import cache
 from .artifact import Artifact
@@ -52,11 +53,12 @@ class Search:
     def not_prebuilt(self) -> NotPrebuilt:
         """Return the error of a look-up that found nothing while compiling is disabled."""
         places = "\n".join(f"  {line}" for line in self.looked)
+        which = "" if self.record.shipped else f"--manifest {manifest_path(shipped=False)} "
         return NotPrebuilt(
             f"{self.record.name} for {self.arch.name} is not prebuilt and CAKE_KDA_JIT_DISABLE=1 forbids compiling; "
             f"looked at\n{places}\n"
-            f"  unset CAKE_KDA_JIT_DISABLE, or run `python -m cake_kda_jit prebuild --arch {self.arch.name} --out DIR` "
-            "and set CAKE_KDA_JIT_PREBUILT=DIR"
+            f"  unset CAKE_KDA_JIT_DISABLE, or run `python -m cake_kda_jit prebuild {which}--arch {self.arch.name} "
+            "--out DIR` and set CAKE_KDA_JIT_PREBUILT=DIR"
         )
 
 

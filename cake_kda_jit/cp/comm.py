@@ -48,7 +48,13 @@ class TorchChannel(Channel):
                 f"group is {type(group).__name__}; give a ProcessGroup that this rank belongs to, a VirtualGroup, or "
                 "None for all ranks"
             )
-        super().__init__(dist.get_rank(group), dist.get_world_size(group))
+        try:
+            super().__init__(dist.get_rank(group), dist.get_world_size(group))
+        except ValueError as error:
+            raise UnsupportedProblemError(
+                "group is not registered with torch.distributed; make it with torch.distributed.new_group, and destroy "
+                "it behind its last context"
+            ) from error
         self.group = group
         self.timeout = timeout
         self._peers = [dist.get_global_rank(group, rank) for rank in range(self.world_size)]
@@ -120,7 +126,7 @@ class TorchChannel(Channel):
     def _start(self, sends, receives, label) -> Exchange:
         try:
             return (self._start_on_stream if self._is_nccl else self._start_on_host)(sends, receives, label)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:  # the latter of a group that was destroyed
             raise self._failure(label, error) from error
 
     def _start_on_stream(self, sends, receives, label) -> Exchange:

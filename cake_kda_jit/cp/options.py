@@ -16,7 +16,8 @@ class KcpOptions(KdaOptions):
     """``KdaOptions``, and: ``transfer_walk`` and ``precision_mode`` as in ``transfer_walk``; ``exchange``.
 
     ``exchange`` is "all_gather", "spread" or "relay", which give the same bits, or "auto" for the cheapest by bytes and
-    rounds. None takes CAKE_KDA_JIT_*, then the default.
+    rounds. None takes CAKE_KDA_JIT_*, then the default. They are checked by the context that is made with them: then
+    all ranks have the error.
     """
 
     transfer_walk: str | None = None
@@ -24,7 +25,7 @@ class KcpOptions(KdaOptions):
     exchange: str = "auto"
 
     def __post_init__(self) -> None:
-        pass  # A context checks them: what is wrong on one rank alone is then told to the others, which wait for it.
+        pass  # what is wrong on one rank alone must be told to the others, which wait for it in their contexts
 
     def resolved(self) -> KcpOptions:
         """Return the options with every knob decided; raises UnsupportedProblemError on a bad value.

@@ -145,5 +145,5 @@ class ParallelPlan:
 
 def check_exchange(exchange: object) -> None:
     """Raise UnsupportedProblemError for what names no exchange."""
-    if exchange not in ("auto", *EXCHANGES):
+    if not isinstance(exchange, str) or exchange not in ("auto", *EXCHANGES):
         raise UnsupportedProblemError(f"exchange={exchange!r}; use 'auto' or one of {', '.join(EXCHANGES)}")

@@ -19,7 +19,8 @@ def index_of_ranges(ranges: Sequence[range], device: torch.device | str) -> torc
     numbers = torch.tensor(
         [[one.start for one in ranges], [len(one) for one in ranges]], dtype=torch.int64, device="cpu"
     )
-    numbers = numbers.pin_memory() if torch.device(device).type == "cuda" else numbers
+    if torch.device(device).type == "cuda":  # not by pin_memory(), which tensors without data do not have
+        numbers = torch.empty_like(numbers, pin_memory=True).copy_(numbers)
     starts, lengths = numbers.reshape(2, len(ranges)).to(device, non_blocking=True)
     total = sum(map(len, ranges))
     shifts = starts - (lengths.cumsum(0) - lengths)

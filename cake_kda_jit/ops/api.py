@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple
-
 import torch
 
 from ..errors import PlanMismatchError, UnsupportedProblemError
@@ -12,6 +10,7 @@ from .calls import find_call, is_eager, key_of, make_call
 from .inputs import beta_form_of, gate_form_of, transforms_of
 from .library import OPERATORS, attend, convolve
 from .operations import Attention, Convolution
+from .operators import values_of
 from .pack import check_boundaries
 from .parallel import ParallelContext, check_context
 from .plan import Plan, PlanHeads, plan_of_boundaries
@@ -111,7 +110,7 @@ def chunk_kda(
     if parallel is not None:
         keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
         o, final_state = parallel.attention(
-            tensors, astuple(transforms), output_final_state=output_final_state, keep=keep
+            tensors, values_of(transforms), output_final_state=output_final_state, keep=keep
         )
     else:
         operation = Attention(pack.num_summaries, pack.has_spare_rows, transforms, resolved, output_final_state)

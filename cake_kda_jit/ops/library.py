@@ -7,8 +7,6 @@ their place would cost the host as much as a real one.
 
 from __future__ import annotations
 
-from dataclasses import astuple
-
 import torch
 
 from .. import config
@@ -17,7 +15,7 @@ from .conv import ConvInputs
 from .forward import CONTEXT_NAMES, context_dtype, context_shapes, kept_names
 from .inputs import Inputs, Transforms, joined
 from .operations import Attention, Convolution, given_like
-from .operators import NAMESPACE, define, differentiate, present, refuse_gradient, whole
+from .operators import NAMESPACE, define, differentiate, present, refuse_gradient, values_of, whole
 from .pipeline import Pipeline
 from .problem import KdaOptions
 from .recorder import AT_ONCE
@@ -145,8 +143,8 @@ def attend(operation: Attention, tensors: tuple) -> tuple[torch.Tensor, torch.Te
         *tensors,
         operation.num_summaries,
         operation.has_spare_rows,
-        *astuple(operation.transforms),
-        *astuple(operation.options),
+        *values_of(operation.transforms),
+        *values_of(operation.options),
         operation.output_final_state,
         keep,
     )
@@ -252,7 +250,7 @@ refuse_gradient("causal_conv1d_backward")
 
 def convolve(operation: Convolution, tensors: tuple) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Call the operator of a convolution on its tensors; returns y and final_state."""
-    y, *others = OPERATORS.causal_conv1d_forward(*tensors, *astuple(operation))
+    y, *others = OPERATORS.causal_conv1d_forward(*tensors, *values_of(operation))
     return y, others[0] if operation.output_final_state else None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from functools import wraps
 
 import torch
@@ -101,6 +102,14 @@ def differentiate(name: str, setup: Callable, backward: Callable) -> None:
 def whole(tensors: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
     """Return saved tensors as the programs take those that were contiguous: hooks may give them back with strides."""
     return tuple(None if one is None else one.contiguous() for one in tensors)
+
+
+def values_of(one: object) -> tuple:
+    """Return the values of a dataclass's fields, as an operator takes them.
+
+    ``astuple`` would copy each, and a graph compiled with a copy holds for that very object, not for an equal one.
+    """
+    return tuple(getattr(one, field.name) for field in fields(one))
 
 
 def present(tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:

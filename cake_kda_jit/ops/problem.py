@@ -65,10 +65,12 @@ class KdaOptions:
         if type(self.keep_decayed_qk) is not bool:
             raise UnsupportedProblemError(f"keep_decayed_qk={self.keep_decayed_qk!r}; use True or False")
         tokens, limit = self.checkpoint_tokens, self.workspace_limit
-        if tokens is not None and (tokens < CHUNK_TOKENS or tokens % CHUNK_TOKENS):
-            raise UnsupportedProblemError(f"checkpoint_tokens={tokens}; use a positive multiple of {CHUNK_TOKENS}")
-        if limit is not None and limit < 1:
-            raise UnsupportedProblemError(f"workspace_limit={limit}; use a number of bytes or None")
+        if tokens is not None and not (0 < tokens < 2**31 and tokens % CHUNK_TOKENS == 0):
+            raise UnsupportedProblemError(
+                f"checkpoint_tokens={tokens}; use a positive multiple of {CHUNK_TOKENS} below 2^31"
+            )
+        if limit is not None and not 0 < limit < 2**63:
+            raise UnsupportedProblemError(f"workspace_limit={limit}; use a number of bytes, below 2^63, or None")
         if self.keep_decayed_qk and self.backward == "replay":
             raise UnsupportedProblemError(
                 "keep_decayed_qk=True beside backward='replay', which would not use it; set backward='saved', also "
@@ -86,7 +88,7 @@ class KdaOptions:
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value is not None and value not in choices:
+    if value is not None and not (isinstance(value, str) and value in choices):
         raise UnsupportedProblemError(f"{name}={value!r}; use one of {choices}, or None for the default")
 
 

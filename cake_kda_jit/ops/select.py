@@ -75,16 +75,27 @@ def select_conv(program: str, problem: ConvProblem, family: str | None) -> Selec
 
 @dataclass(frozen=True)
 class SegmentRule:
-    """How a document is cut: into segments of ``segment_tokens`` (0: never) from ``minimum_tokens`` on."""
+    """How a document is cut: into segments of ``segment_tokens`` (0: never) from ``minimum_tokens`` on.
+
+    Where those were more than ``most_segments`` (0: any number) each is as often twice as long as it takes.
+    """
 
     segment_tokens: int
     minimum_tokens: int
+    most_segments: int = 0
+
+    def tokens_of(self, length: int) -> int:
+        """Return the tokens of a segment of a document of ``length`` tokens: all where it is not cut."""
+        if self.segment_tokens == 0 or length < self.minimum_tokens:
+            return max(length, 1)
+        tokens = self.segment_tokens
+        while self.most_segments and length > self.most_segments * tokens:
+            tokens *= 2
+        return tokens
 
     def num_segments(self, length: int) -> int:
         """Return the segments of a document of ``length`` tokens; an empty one has one."""
-        if self.segment_tokens == 0 or length < self.minimum_tokens:
-            return 1
-        return -(-length // self.segment_tokens)
+        return max(1, -(-length // self.tokens_of(length)))
 
 
 def segment_rule(num_value_heads: int, head_dim: int) -> SegmentRule:
@@ -92,10 +103,11 @@ def segment_rule(num_value_heads: int, head_dim: int) -> SegmentRule:
 
     It depends on HV and V, and its use on each document's own length, so neighbours in a pack change no bits. From 64
     value blocks of 64 columns on, one long document is served sooner by a plain scan than by summaries and a scan, and
-    below that a document shorter than 8,192 tokens is.
+    below that a document shorter than 8,192 tokens is. More than two chains for each of 128 processors would only make
+    the walk over the segments longer, which is serial.
     """
     parts = num_value_heads * (head_dim // 64)
-    return SegmentRule(0, 0) if parts >= 64 else SegmentRule(2048, 8192)
+    return SegmentRule(0, 0) if parts >= 64 else SegmentRule(2048, 8192, 256 // parts)
 
 
 def resolve_walk(variant: str | None, precision_mode: int) -> str:
@@ -104,12 +116,12 @@ def resolve_walk(variant: str | None, precision_mode: int) -> str:
     ``precision_mode`` 1 or 2 implies tf32_hilo when no walk is named, by argument or environment, and is refused beside
     a bf16x3 walk.
     """
-    if precision_mode not in range(len(PRECISION_MODES)):
+    if type(precision_mode) is not int or precision_mode not in range(len(PRECISION_MODES)):
         raise UnsupportedProblemError(f"precision_mode={precision_mode!r}; use 0, 1 (three_mma) or 2 (plain_tf32)")
     if variant is None and precision_mode and not config.is_set("TRANSFER_WALK"):
         variant = "tf32_hilo"
     walk = config.resolve("TRANSFER_WALK", variant)
-    if walk not in config.TRANSFER_WALKS:
+    if not isinstance(walk, str) or walk not in config.TRANSFER_WALKS:
         raise UnsupportedProblemError(f"transfer walk {walk!r}; use one of {', '.join(config.TRANSFER_WALKS)}")
     if precision_mode and walk != "tf32_hilo":
         raise UnsupportedProblemError(

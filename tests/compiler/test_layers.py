@@ -110,8 +110,14 @@ def test_disabled_lists_every_place(data, tmp_path, monkeypatch, cache_dir):
         build(tiny_record(), HOST_ARCH)
     for place in ("a", "b", "c", "cache"):
         assert str(tmp_path / place) in str(caught.value)
-    assert "CAKE_KDA_JIT_DISABLE=1" in str(caught.value) and "prebuild" in str(caught.value)
+    assert "CAKE_KDA_JIT_DISABLE=1" in str(caught.value) and f"prebuild --arch {HOST_ARCH} " in str(caught.value)
     assert not cache_dir.exists()
+
+
+def test_disabled_names_the_manifest_of_a_test_only_record(data, monkeypatch):
+    monkeypatch.setenv("CAKE_KDA_JIT_DISABLE", "1")
+    with pytest.raises(errors.NotPrebuilt, match=f"prebuild --manifest {data / 'build.test.json'} --arch"):
+        build(tiny_record(shipped=False), HOST_ARCH)
 
 
 def test_disabled_and_no_toolchain_use_the_user_cache_by_source(data, monkeypatch, tmp_path):

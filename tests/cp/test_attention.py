@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
@@ -419,6 +420,7 @@ def test_wrong_contexts_are_refused():
     for options, message in (
         (KdaOptions(), r"options is KdaOptions; give KcpOptions\(...\)"),
         (KcpOptions(exchange="ring"), "exchange='ring'"),
+        (KcpOptions(exchange=np.array(["relay", "spread"])), r"exchange=array\(\['relay', 'spread'\]"),
         (KcpOptions(backward="none"), "backward='none'"),
         (KcpOptions(backward="replay", keep_decayed_qk=True), "keep_decayed_qk=True beside backward='replay'"),
         (KcpOptions(transfer_walk="fp8"), "transfer walk 'fp8'"),

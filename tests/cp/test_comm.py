@@ -7,8 +7,9 @@ from collections import deque
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from cake_kda_jit import CommunicationError
+from cake_kda_jit import CommunicationError, UnsupportedProblemError
 from cake_kda_jit.cp import comm
 from cake_kda_jit.cp.comm import TorchChannel
 
@@ -83,6 +84,32 @@ def test_an_exchange_that_does_not_end_is_an_error_and_the_group_is_given_up(cha
         channel.settle()
     assert 0.2 <= time.monotonic() - begin < 5
     assert channel.group.aborted == 1 and not channel._ahead
+
+
+def test_a_device_that_has_failed_is_an_error_of_the_exchange(channel, monkeypatch):
+    def query():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nCompile with TORCH_USE_CUDA_DSA")
+
+    event = Event()
+    monkeypatch.setattr(event, "query", query)
+    channel.follow("states", DEVICE, event)
+    with pytest.raises(CommunicationError, match="'states' failed: CUDA error: an illegal .*ered; a peer ended"):
+        channel.settle()
+
+
+def test_a_group_that_was_destroyed_is_an_error_of_ours(tmp_path):
+    """Not one of torch, which says neither who asked nor what to do."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        group = dist.new_group()
+        channel = TorchChannel(group, timeout=5)
+        dist.destroy_process_group(group)
+        with pytest.raises(CommunicationError, match="exchange 'states' failed: .*not registered"):
+            channel._start({}, {0: torch.zeros(1)}, "states")
+        with pytest.raises(UnsupportedProblemError, match="group is not registered with torch.distributed"):
+            TorchChannel(group, timeout=5)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_all_peers_are_connected_before_anything_else_is_launched(channel, monkeypatch):

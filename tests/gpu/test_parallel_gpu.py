@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cake_kda_jit import KcpContext, KcpOptions, Partition, chunk_kda, gather, reduce_parameter_gradients
 from cake_kda_jit.bench import problems
@@ -135,6 +136,9 @@ def test_shares_are_taken_and_put_together_while_the_host_goes_on():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(whole, x)
+    shape = partition.shard(x, 0).shape
+    with FakeTensorMode():
+        assert partition.shard(torch.empty(x.shape, device="cuda"), 0).shape == shape
 
 
 def conv_on_gpu(cu, **how):

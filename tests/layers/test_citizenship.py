@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from cake_kda_jit import UnsupportedProblemError, causal_conv1d, last_launches, make_plan
+from cake_kda_jit import KdaOptions, UnsupportedProblemError, causal_conv1d, last_launches, make_plan
 from cake_kda_jit.bench.problems import make_problem
 from cake_kda_jit.layers import KimiDeltaAttention
 from cake_kda_jit.ops.api import chunk_kda
@@ -83,6 +83,18 @@ def test_compiled_with_a_capacity_plan(graphs):
     for lengths in PACKS:
         plan.update(torch.tensor([0, *lengths]).cumsum(0))
         assert_equal(gradients(layer, x, compiled, plan=plan), gradients(layer, x, plan=plan))
+    assert graphs() == 1
+
+
+def test_equal_options_share_a_graph(graphs):
+    """Whatever objects their numbers are: as parsed, or unpickled in another process."""
+    layer, x, plan = make_layer(lower_bound=float("-3.5")), make_input(100), plan_of((70, 30))
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    expected = gradients(layer, x, plan=plan)
+    for _ in range(3):
+        layer.lower_bound = float("-3.5")
+        options = KdaOptions("replay", int("512"), int("5000000"))
+        assert_equal(gradients(layer, x, compiled, plan=plan, options=options), expected)
     assert graphs() == 1
 
 

@@ -50,7 +50,10 @@ def test_every_gradient_has_the_same_bits_and_nothing_is_prepared_again(with_sta
 
 
 def test_what_is_kept_is_no_scratch(nan_poison):
-    """A limit for one group's dS and z, less than its tiles: two blocks of heads, in the forward one."""
+    """A limit for one group's dS and z, less than its tiles: two blocks of heads, in the forward one.
+
+    A forward that keeps nothing needs room for the tiles.
+    """
     problem = make_problem(LENGTHS, heads=HEADS, value_heads=VALUE_HEADS)
     per_head = tile_bytes_per_head(CHUNKS, HEAD_DIM, 4, states=1, values=1, kept=TILE_NAMES)
     assert per_head == CHUNKS * (64 * 64 + 64 * 64) * 4 < tile_bytes_per_head(CHUNKS, HEAD_DIM, 4, states=0, values=0)
@@ -61,6 +64,13 @@ def test_what_is_kept_is_no_scratch(nan_poison):
         assert torch.equal(found[name], tensor), name
     with pytest.raises(UnsupportedProblemError, match=f"workspace_limit={limit} bytes is too small"):
         attention(problem, 0, KdaOptions(workspace_limit=limit))
+    with torch.no_grad(), pytest.raises(UnsupportedProblemError, match=f"workspace_limit={limit} bytes is too small"):
+        chunk_kda(
+            *problem.inputs.values(),
+            cu_seqlens=problem.cu_seqlens,
+            options=KdaOptions(keep_decayed_qk=True, workspace_limit=limit),
+            **problem.keywords,
+        )
 
 
 def test_names_of_what_each_mode_keeps():

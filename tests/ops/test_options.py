@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 
@@ -110,7 +111,10 @@ def test_neighbours_change_no_bit_of_a_segmented_document():
 def test_segment_rule_depends_on_heads_and_the_documents_own_length():
     assert segment_rule(64, 128).num_segments(10**6) == 1
     assert segment_rule(32, 128).num_segments(10**6) == 1
-    assert [segment_rule(8, 128).num_segments(n) for n in (1, 8191, 8192, 8193)] == [1, 1, 4, 5]
+    assert [segment_rule(8, 128).num_segments(n) for n in (0, 1, 8191, 8192, 8193)] == [1, 1, 1, 4, 5]
+    assert [segment_rule(8, 128).num_segments(n) for n in (32768, 32769, 65536, 131072, 10**6)] == [16, 9, 16, 16, 16]
+    assert [segment_rule(8, 128).tokens_of(n) for n in (8191, 32768, 32769, 131072)] == [8191, 2048, 4096, 8192]
+    assert segment_rule(1, 128).num_segments(131072) == 64 and segment_rule(16, 128).num_segments(131072) == 8
     assert segment_rule(16, 64) == segment_rule(8, 128)
 
 
@@ -150,11 +154,14 @@ def test_options_from_the_environment_are_resolved_once(monkeypatch, problem):
     "options, message",
     [
         ({"backward": "none"}, r"backward='none'; use one of \('saved', 'replay'\)"),
+        ({"backward": np.array("saved")}, r"backward=array\('saved'.*use one of \('saved', 'replay'\)"),
         ({"checkpoint_tokens": 100}, "checkpoint_tokens=100; use a positive multiple of 64"),
         ({"checkpoint_tokens": 0}, "checkpoint_tokens=0"),
+        ({"checkpoint_tokens": 2**31}, r"checkpoint_tokens=2147483648; use a positive multiple of 64 below 2\^31"),
         ({"checkpoint_tokens": "64"}, "checkpoint_tokens='64'; give an integer"),
         ({"checkpoint_tokens": 64.0}, r"checkpoint_tokens=64\.0; give an integer"),
         ({"workspace_limit": 0}, "workspace_limit=0; use a number of bytes"),
+        ({"workspace_limit": 2**63}, r"workspace_limit=9223372036854775808; use a number of bytes, below 2\^63"),
         ({"workspace_limit": 1e9}, r"workspace_limit=1000000000\.0; give an integer"),
         ({"workspace_limit": True}, "workspace_limit=True; give an integer"),
         ({"family": "tpu"}, "family='tpu'"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from cake_kda_jit.errors import UnsupportedProblemError
@@ -54,8 +55,11 @@ def test_precision_mode_beside_a_bf16_walk_is_refused_naming_both(monkeypatch, e
 def test_unknown_walks_and_modes_are_refused():
     with pytest.raises(UnsupportedProblemError, match="use one of bf16x3_hw64, bf16x3, tf32_hilo"):
         select_walk("x86_64_v3", "bf16x9", 0, num_walks=1, head_dim=128)
-    with pytest.raises(UnsupportedProblemError, match="use 0, 1"):
-        select_walk("x86_64_v3", None, 3, num_walks=1, head_dim=128)
+    with pytest.raises(UnsupportedProblemError, match="use one of bf16x3_hw64, bf16x3, tf32_hilo"):
+        select_walk("x86_64_v3", np.array(["bf16x3", "tf32_hilo"]), 0, num_walks=1, head_dim=128)
+    for mode in (3, 1.0, True):
+        with pytest.raises(UnsupportedProblemError, match=f"precision_mode={mode!r}; use 0, 1"):
+            select_walk("x86_64_v3", None, mode, num_walks=1, head_dim=128)
 
 
 @pytest.mark.parametrize(
