@@ -10,6 +10,7 @@ from functools import cache
 
 import pytest
 import torch
+from torch import Tensor
 
 from cake_kda_jit import KdaOptions, causal_conv1d, chunk_kda, make_plan
 from cake_kda_jit.bench import problems
@@ -26,10 +27,12 @@ from ..programs.walks import make_summaries
 pytestmark = pytest.mark.gpu
 
 LENGTHS = (130, 65, 1)
+LONGER = (400, 65, 1)
+"""Seven chunks: the scans' rings of two and three stages come round."""
 TOLERANCE = 2e-2
 """Five times what bf16 tiles cost, and a fiftieth of what one wrong row of 200 does."""
-ONE_GROUP = 5 << 19
-"""Bytes of scratch, enough for one group of heads: the other runs in further launches."""
+ONE_GROUP = 1 << 22
+"""Bytes of scratch, enough for one group of heads in the backward: the other runs in further launches."""
 
 
 @dataclass(frozen=True)
@@ -46,38 +49,44 @@ class Case:
     with_state: bool = True
     dense: bool = True
     limit: int | None = None
+    lengths: tuple[int, ...] = LENGTHS
+    keep_decayed_qk: bool = False
 
     @property
     def options(self) -> KdaOptions:
-        return KdaOptions(self.backward, 128, self.limit, self.family)
+        return KdaOptions(self.backward, 128, self.limit, self.family, self.keep_decayed_qk)
 
 
 def cases():
     for family in (None, "smxx"):
         for head_dim, dtype in ((64, torch.bfloat16), (128, torch.bfloat16), (128, torch.float16)):
-            yield Case(head_dim, dtype, family)
-            yield Case(head_dim, dtype, family, "weak", "replay", 64, 4, False)
+            yield Case(head_dim, dtype, family, lengths=LONGER)
+            yield Case(head_dim, dtype, family, "weak", "replay", 256, 4, False, lengths=LONGER)
     yield Case(128, regime="softplus", dense=False)
-    yield Case(128, backward="replay", value_heads=4, limit=ONE_GROUP)
+    yield Case(128, backward="replay", value_heads=4, limit=ONE_GROUP, lengths=LONGER)
+    yield Case(128, segment_tokens=64, value_heads=4, keep_decayed_qk=True)
 
 
 def name_of(case: Case) -> str:
     parts = (case.family or "best", str(case.dtype).removeprefix("torch."), case.head_dim, case.regime, case.backward)
     extra = [f"segments {case.segment_tokens}"] * bool(case.segment_tokens)
     extra += ["strided"] * (not case.dense) + ["head blocks"] * bool(case.limit)
+    extra += ["decayed q and k kept"] * case.keep_decayed_qk
     return " ".join(map(str, (*parts, *extra)))
 
 
 @cache
-def problem_of(head_dim, dtype, regime, value_heads, with_state) -> tuple[Problem, dict[str, torch.Tensor]]:
+def problem_of(lengths, regime, head_dim, dtype, value_heads=2, with_state=True) -> tuple[Problem, dict[str, Tensor]]:
     options = {"value_heads": value_heads, "with_state": with_state}
-    problem = make_problem(LENGTHS, regime=regime, head_dim=head_dim, dtype=dtype, **options)
+    problem = make_problem(lengths, regime=regime, head_dim=head_dim, dtype=dtype, **options)
     return problem, problems.reference(problem)
 
 
 @pytest.mark.parametrize("case", list(cases()), ids=name_of)
 def test_a_step(case):
-    problem, expected = problem_of(case.head_dim, case.dtype, case.regime, case.value_heads, case.with_state)
+    problem, expected = problem_of(
+        case.lengths, case.regime, case.head_dim, case.dtype, case.value_heads, case.with_state
+    )
     heads = {"num_heads": 2, "num_value_heads": case.value_heads, "head_dim": case.head_dim}
     plan = make_plan(problem.cu_seqlens, **heads, device="cuda", segment_tokens=case.segment_tokens)
 
@@ -92,16 +101,26 @@ def test_a_step(case):
             assert relative_error(tensor.cpu(), expected[name]) <= TOLERANCE, name
 
 
+def test_many_heads():
+    """The scans' CTAs own whole heads, their rings come round, and CTAs of chunk_prepare take a second turn."""
+    heads = max(66, torch.cuda.get_device_properties(0).multi_processor_count // 2 + 2)
+    problem = make_problem((250,), heads=heads, head_dim=128).to("cuda")
+    expected = problems.chunk_reference(problem)
+    for name, tensor in problems.run(chunk_kda, problem, output_final_state=True).items():
+        if name != "dA_log":
+            assert relative_error(tensor, expected[name]) <= TOLERANCE, name
+
+
 @pytest.mark.parametrize("segment_tokens", [0, 128])
 def test_a_capacity_plan(segment_tokens):
     """Its tables are made on the device, and documents and rows are left empty."""
-    problem, expected = problem_of(128, torch.bfloat16, "bounded", 2, False)
+    problem, expected = problem_of(LENGTHS, "bounded", 128, torch.bfloat16, with_state=False)
     sizes = {"max_documents": 5, "max_tokens": 256, "segment_tokens": segment_tokens}
     plan = make_plan(problem.cu_seqlens.cuda(), num_heads=2, head_dim=128, device="cuda", **sizes)
     rows = sum(LENGTHS)
     spare = {name: x.new_zeros(1, 256 - rows, *x.shape[2:]) for name, x in problem.inputs.items()}
     leaves = {n: torch.cat([problem.inputs[n], spare[n]], dim=1).cuda().requires_grad_() for n in NAMES}
-    keywords = {n: x.cuda() if isinstance(x, torch.Tensor) else x for n, x in problem.keywords.items()}
+    keywords = {n: x.cuda() if isinstance(x, Tensor) else x for n, x in problem.keywords.items()}
     o, _ = chunk_kda(*leaves.values(), plan=plan, **keywords)
     o.square().sum().backward()
     assert relative_error(o[:, :rows].detach().cpu(), expected["o"]) <= TOLERANCE

@@ -33,11 +33,12 @@ for record in RECORDS:
     WIDTHS.setdefault((record[0], re.sub(r"_hw\d+$", "", record[1])), []).append(record)
 WIDTHS = {form: records for form, records in WIDTHS.items() if len(records) > 1}
 
-# Relative Frobenius error of each splitting, flat in the number of fragments: what truncating accumulation leaves.
+# Relative Frobenius error of each splitting, flat in the number of fragments: what truncating accumulation leaves. Each
+# is half as much again as its design, since truncation depends on the states; near the identity it takes most of that.
 BOUNDS = {
     "bf16x3": 5e-7,
-    "tf32_hilo": 1e-6,
-    "tf32_hilo_three_mma": 1e-6,
+    "tf32_hilo": 1.2e-6,
+    "tf32_hilo_three_mma": 1.2e-6,
     "tf32_hilo_plain_tf32": 5e-4,
 }
 
