@@ -43,8 +43,8 @@ MODES = {
 }
 CHECKED_TOKENS = 2048
 """Of the first document, compared with FP64: every gradient of the first and the last head."""
-SEGMENT_TOKENS = 2048
-"""What documents are cut into where the shape's heads are few: the default of the segment rule."""
+SEGMENT_TOKENS = 8192
+"""What the segment rule cuts the shape with few heads into."""
 
 # Bytes of a token: its channels in bf16, and in the two parts of v' and of z; its share of a chunk's [V, K] and
 # [64, 64] in bf16 and of its [K] in fp32; its share of a segment's [K, V] in fp32.

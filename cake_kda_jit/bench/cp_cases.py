@@ -68,7 +68,7 @@ class Sizes:
         """``H = HV = 96, K = V = 128, bf16, 6.4 GB of scratch``."""
         scratch = (self.workspace_limit or RANK_LIMIT) / 1e9
         shortened = "" if self.tokens is None else f", packs shortened to {self.tokens} tokens"
-        return f"H = HV = {self.heads}, K = V = {self.head_dim}, bf16, {scratch} scratch{shortened}"
+        return f"H = HV = {self.heads}, K = V = {self.head_dim}, bf16, {scratch:g} GB of scratch{shortened}"
 
     @property
     def options(self) -> KcpOptions:

@@ -66,16 +66,18 @@ def section(script: str, reports: dict[str, Json], others: dict[str, Json] | Non
     """Return a section: a table per file of one script; ``others`` are all files, for what is shown beside."""
     kind = KINDS.get(script, Kind(script))
     parts = [f"## {kind.title}", *filter(None, ["\n".join(map(_wrapped, kind.intro.splitlines()))])]
+    told = [report["what"] for report in reports.values()]
     for name, report in reports.items():
+        heading = _heading(name, report, is_twin=told.count(report["what"]) > 1)
         if kind.body is not None:
             texts = kind.body(name, report, others or {}).split("\n\n")
             texts = [text if text.startswith("|") else _wrapped(text) for text in texts]
-            parts += [*_heading(name, report), *texts]
+            parts += [*heading, *texts]
             continue
         rows = [row for row in report["rows"] if kind.shows(row)]
         head = ("case", "arm", f"median, {kind.unit}", "spread", "runs", *kind.columns)
         lines = [_cells(row, kind) + kind.cells(row, report) for row in rows]
-        parts += [*_heading(name, report), "\n".join(markdown_table(head, lines))]
+        parts += [*heading, "\n".join(markdown_table(head, lines))]
     return "\n\n".join(parts)
 
 
@@ -100,9 +102,13 @@ def spread(row: Json) -> str:
     return "-" if ms["runs"] < 2 or ms.get("min") is None else f"{ms['max'] / ms['min'] - 1:.0%}"
 
 
-def _heading(name: str, report: Json) -> list[str]:
-    """Return a file's title, where it comes from, and what its ``notes`` say of it, if it has any."""
-    return [f"### {report['what']}", *map(_wrapped, filter(None, (_origin(name, report), report.get("notes"))))]
+def _heading(name: str, report: Json, *, is_twin: bool) -> list[str]:
+    """Return a file's title, where it comes from, and what its ``notes`` say of it, if it has any.
+
+    Of files that measured the same, the title names the device too.
+    """
+    title = f"{report['what']}, {report['machine']['device']}" if is_twin else report["what"]
+    return [f"### {title}", *map(_wrapped, filter(None, (_origin(name, report), report.get("notes"))))]
 
 
 def _origin(name: str, report: Json) -> str:

@@ -80,7 +80,8 @@ def real_body(measured: Sequence[CpRow], firsts: Sequence[CpRow], reports: dict[
         f"{' or '.join(map(str, runs))} runs of each arm. *Exchanges* is the time of a row's messages with nothing "
         "beside them, the host's included. *Added* is what the faster arm takes longer than its slowest rank does with "
         "copies in place of messages: what no work hides of them, and waiting for a rank that has more to do. CP 1 is "
-        "the same pack on one device. " + " ".join(told)
+        "the same pack on one device, without an exchange; its one time stands in the first column of times. "
+        + " ".join(told)
     )
     head = ["pack", "CP", "layout", "boundary", *ARMS, "scaling", "exchanges, ms", "added, ms", "FLA, recorded"]
     return f"{text.strip()}\n\n{table_text(head, rows).strip()}"

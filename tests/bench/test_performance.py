@@ -32,6 +32,25 @@ def test_the_page_and_the_readme_are_current():
     assert not stale, f"run `python -m cake_kda_jit bench performance --write` for {stale}"
 
 
+@pytest.mark.parametrize(
+    "script, ours, others",
+    [
+        ("forward", "cake_kda_jit", {"fla": (0.1, 1 / 3), "cudnn fused": (0.5, 0.95), "cudnn prepared": (0.9, 1.75)}),
+        ("backward", "saved", {"fla": (0.1, 1 / 3), "cudnn prepared": (0.45, 0.7)}),
+    ],
+)
+def test_the_readme_compares_as_the_files_do(script, ours, others):
+    """Less than a third of FLA's time; beside cuDNN half to 0.95 forward, 1.7 with all prepared, and half to 0.7."""
+    path = data_dir() / "docs" / "measurements" / f"{script}_h200.json"
+    rows = [row for row in json.loads(path.read_text())["rows"] if row["case"].endswith("strong gates")]
+    median = {(row["case"], row["arm"]): row["ms"]["median"] for row in rows}
+    for theirs, (least, most) in others.items():
+        times = {case: time for (case, arm), time in median.items() if arm.split(" (")[0] == theirs}
+        assert times
+        for case, time in times.items():
+            assert least <= median[case, ours] / time <= most, (case, theirs)
+
+
 def test_a_row_states_its_number_spread_runs_and_origin():
     text = performance.page({"forward_h200.json": report()})
     assert (
@@ -45,6 +64,11 @@ def test_a_row_states_its_number_spread_runs_and_origin():
 def test_what_a_file_notes_stands_below_its_origin():
     text = performance.page({"forward_h200.json": {**report(), "notes": "Of an earlier kernel."}})
     assert "(measurements/forward_h200.json).\n\nOf an earlier kernel.\n\n| case |" in text
+
+
+def test_files_that_measured_the_same_are_told_apart_by_their_devices():
+    text = performance.page({"host_cpu.json": report("host", "a processor"), "host_h200.json": report("host", "H200")})
+    assert re.findall("^### (.*)$", text, re.MULTILINE) == ["host, a processor", "host, H200"]
 
 
 def test_the_readme_takes_the_newest_file_and_says_its_date():
