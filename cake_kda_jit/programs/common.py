@@ -60,7 +60,7 @@ def smxx_tile_records(program: str, fields: tuple[Field, ...], limits: Limits = 
     )
 
 
-def sm90_tile_records(program: str, fields: tuple[Field, ...]) -> tuple[Record, ...]:
+def sm90_tile_records(program: str, fields: tuple[Field, ...], limits: Limits = ZERO_SPILLS) -> tuple[Record, ...]:
     """Return the sm90 records of a pipeline program: those of smxx, on the targets that have this family."""
     return tuple(
         Record(
@@ -71,6 +71,7 @@ def sm90_tile_records(program: str, fields: tuple[Field, ...]) -> tuple[Record, 
             archs=tuple(name for name in CUDA_ARCHES if "sm90" in ARCHES[name].families),
             template=f"sm90/{program}.cu.jinja",
             entry=Entry(fields),
+            limits=limits,
         )
         for dtype, head_dim in CUDA_PROBLEMS
     )
