@@ -19,6 +19,7 @@ import torch
 
 from ..ops.api import chunk_kda
 from ..ops.problem import CHUNK_TOKENS, KdaOptions
+from ..ops.select import segment_rule
 from ..reference import chunk_kda_reference_backward
 from ..runtime.launch import last_launches
 from . import peers
@@ -43,7 +44,7 @@ MODES = {
 }
 CHECKED_TOKENS = 2048
 """Of the first document, compared with FP64: every gradient of the first and the last head."""
-SEGMENT_TOKENS = 8192
+SEGMENT_TOKENS = segment_rule(8, HEAD_DIM).tokens_of(131_072)
 """What the segment rule cuts the shape with few heads into."""
 
 # Bytes of a token: its channels in bf16, and in the two parts of v' and of z; its share of a chunk's [V, K] and

@@ -6,7 +6,7 @@ import torch
 
 from ..ops.forward import CONTEXT_NAMES, Context, context_dtype, context_shapes
 from ..ops.inputs import Inputs, joined
-from ..ops.operations import given_like
+from ..ops.operations import given_like, whole_direction
 from ..ops.operators import NAMESPACE, define, differentiate, present, refuse_gradient, whole
 from ..ops.problem import KdaOptions
 from .backward import parallel_backward
@@ -43,7 +43,7 @@ def _given(tensor: torch.Tensor | None, input_: torch.Tensor | None) -> torch.Te
 
 def _wanted(dfinal_state: torch.Tensor | None) -> torch.Tensor | None:
     """The gradient of the final states, None where they were not wanted and an empty tensor stands for them."""
-    return None if dfinal_state is None or dfinal_state.numel() == 0 else dfinal_state.contiguous()
+    return None if dfinal_state is None or dfinal_state.numel() == 0 else whole_direction(dfinal_state)
 
 
 def _kept_alive(handle: int | torch.SymInt) -> KcpContext | None:

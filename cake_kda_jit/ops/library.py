@@ -14,7 +14,7 @@ from .calls import run_recorded
 from .conv import ConvInputs
 from .forward import CONTEXT_NAMES, context_dtype, context_shapes, kept_names
 from .inputs import Inputs, Transforms, joined
-from .operations import Attention, Convolution, given_like
+from .operations import Attention, Convolution, given_like, whole_direction
 from .operators import NAMESPACE, define, differentiate, present, refuse_gradient, values_of, whole
 from .pipeline import Pipeline
 from .problem import KdaOptions
@@ -124,9 +124,7 @@ def _attention_autograd(ctx, do, *gradients):
     saved = (*saved[:_NUM_STRIDED], *whole(saved[_NUM_STRIDED:]))
     tensors, kept = saved[:_NUM_TENSORS], saved[_NUM_TENSORS:]
     dfinal_state = gradients[0] if ctx.has_final_state else None
-    do = given_like(do, tensors[2])
-    if dfinal_state is not None:
-        dfinal_state = dfinal_state.contiguous()
+    do, dfinal_state = given_like(do, tensors[2]), whole_direction(dfinal_state)
     found = iter(OPERATORS.chunk_kda_backward(do, dfinal_state, *kept, *tensors, *ctx.options))
     of_tensors = [None if tensor is None else next(found) for tensor in tensors[:_NUM_DIFFERENTIABLE]]
     return (*of_tensors, *[None] * (_NUM_ARGUMENTS - _NUM_DIFFERENTIABLE + 2))
@@ -236,9 +234,7 @@ def _conv_setup(ctx, inputs, output):
 def _conv_autograd(ctx, dy, dfinal_state=None):
     x, *others = ctx.saved_tensors
     tensors = (x, *whole(others))
-    dy = given_like(dy, tensors[0])
-    if dfinal_state is not None:
-        dfinal_state = dfinal_state.contiguous()
+    dy, dfinal_state = given_like(dy, x), whole_direction(dfinal_state)
     found = iter(OPERATORS.causal_conv1d_backward(dy, dfinal_state, *tensors, *ctx.options))
     of_tensors = [None if tensor is None else next(found) for tensor in tensors[:-1]]
     return (*of_tensors, None, None, None, None)  # cu_seqlens, has_spare_rows, use_silu, output_final_state

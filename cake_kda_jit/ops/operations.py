@@ -60,7 +60,7 @@ class Attention:
     def complete(self, tensors: tuple, directions: tuple) -> tuple:
         """Return the gradients of o and of final_state as a backward takes them: the former always given."""
         do, dfinal_state = directions
-        return joined(given_like(do, tensors[2]), 3), _whole(dfinal_state)
+        return joined(given_like(do, tensors[2]), 3), whole_direction(dfinal_state)
 
     def inputs(self, executor: Executor, tensors: tuple) -> Inputs:
         """Return the tensors by name."""
@@ -103,7 +103,7 @@ class Convolution:
     def complete(self, tensors: tuple, directions: tuple) -> tuple:
         """Return the gradients of y and of final_state as a backward takes them: the former always given."""
         dy, dfinal_state = directions
-        return joined(given_like(dy, tensors[0]), 2), _whole(dfinal_state)
+        return joined(given_like(dy, tensors[0]), 2), whole_direction(dfinal_state)
 
     def _inputs(self, executor: Executor, tensors: tuple) -> ConvInputs:
         return ConvInputs(*tensors, self.has_spare_rows, self.use_silu, executor)
@@ -188,6 +188,6 @@ def given_like(direction: torch.Tensor | None, tensor: torch.Tensor) -> torch.Te
     return tensor.new_zeros(()).expand(tensor.shape) if direction is None else direction.resolve_neg()
 
 
-def _whole(direction: torch.Tensor | None) -> torch.Tensor | None:
+def whole_direction(direction: torch.Tensor | None) -> torch.Tensor | None:
     """Return a state's gradient, contiguous."""
     return None if direction is None else direction.resolve_neg().contiguous()

@@ -9,13 +9,12 @@ import threading
 from pathlib import Path
 
 import pytest
-import torch
 
 from cake_kda_jit import chunk_kda
 from cake_kda_jit.bench import problems
 from cake_kda_jit.bench.problems import make_problem
 
-from .twins import bits
+from .forwards import assert_same_bits
 
 pytestmark = pytest.mark.gpu
 
@@ -38,8 +37,7 @@ def test_a_new_thread_has_the_bits_of_the_first():
     thread.start()
     thread.join()
     assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(bits(found[name]), bits(tensor)), name
+    assert_same_bits(found, expected)
 
 
 @pytest.mark.parametrize("allocator", ["expandable_segments:True", "backend:cudaMallocAsync"])
