@@ -145,6 +145,27 @@ def check_convolution(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
     check_same_device(x, weight=weight, bias=bias)
 
 
+def check_gated_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+    """Raise unless x, gate and weight are tensors of shapes, dtypes and a device that belong together."""
+    check_required(x=x, gate=gate, weight=weight)
+    if x.dim() not in (3, 4) or x.shape[-1] not in HEAD_DIMS or x.shape[-2] < 1:
+        raise UnsupportedProblemError(
+            f"x has shape {_shape(x)}; expected [T, HV, D] or [B, T, HV, D] with D one of {HEAD_DIMS}"
+        )
+    shapes = [list(x.shape), [*x.shape[:-2], x.shape[-2] * x.shape[-1]]]
+    if list(gate.shape) not in shapes:
+        raise UnsupportedProblemError(f"gate has shape {_shape(gate)}; expected {shapes[0]} or {shapes[1]}")
+    check_shape("weight", weight, (x.shape[-1],), "[D]")
+    check_dtype("x", x, tuple(DTYPE_NAMES), "convert it first")
+    check_dtype("gate", gate, (x.dtype,), "x and gate share one dtype")
+    check_dtype("weight", weight, tuple(DTYPE_NAMES), "convert it first")
+    check_same_device(x, gate=gate, weight=weight)
+    if x.device.type not in DEVICE_DTYPES:
+        raise UnsupportedProblemError(f"x is on {x.device}; kernels run on: {', '.join(DEVICE_DTYPES)}")
+    if not isinstance(eps, (int, float)) or not 0.0 <= eps < float("inf"):
+        raise UnsupportedProblemError(f"eps={eps!r}; give a finite number that is not negative")
+
+
 def check_gate(
     use_gate: bool, lower_bound: float | None, A_log: torch.Tensor | None, dt_bias: torch.Tensor | None, v: torch.Tensor
 ) -> None:

@@ -14,7 +14,7 @@ from .calls import run_recorded
 from .conv import ConvInputs
 from .forward import CONTEXT_NAMES, context_dtype, context_shapes, kept_names
 from .inputs import Inputs, Transforms, joined
-from .operations import Attention, Convolution, given_like, whole_direction
+from .operations import Attention, Convolution, GatedNorm, given_like, whole_direction
 from .operators import NAMESPACE, define, differentiate, present, refuse_gradient, values_of, whole
 from .pipeline import Pipeline
 from .problem import KdaOptions
@@ -248,6 +248,67 @@ def convolve(operation: Convolution, tensors: tuple) -> tuple[torch.Tensor, torc
     """Call the operator of a convolution on its tensors; returns y and final_state."""
     y, *others = OPERATORS.causal_conv1d_forward(*tensors, *values_of(operation))
     return y, others[0] if operation.output_final_state else None
+
+
+# ---- gated norm ------------------------------------------------------------------------------------------------------
+
+
+def _norm_forward(x, gate, weight, eps):
+    operation = GatedNorm(eps)
+
+    def forward(executor, tensors):
+        return operation.forward(executor, tensors, keep=False)[0]
+
+    [y] = run_recorded("forward", operation, operation.join((x, gate, weight)), forward)
+    return y
+
+
+def _norm_forward_fake(x, gate, weight, eps):
+    return gate.new_empty(gate.shape)
+
+
+def _norm_backward(dy, x, gate, weight, eps):
+    operation = GatedNorm(eps)
+    tensors = operation.join((x, gate, weight))
+
+    def backward(executor, everything):
+        *given, dy = everything
+        return operation.backward(executor, tuple(given), {}, (dy,))
+
+    return tuple(run_recorded("backward", operation, (*tensors, *operation.complete(tensors, (dy,))), backward))
+
+
+def _norm_backward_fake(dy, x, gate, weight, eps):
+    return tuple(tensor.new_empty(tensor.shape) for tensor in (x, gate, weight))
+
+
+_NORM_INPUTS = "Tensor x, Tensor gate, Tensor weight, float eps"
+
+define(f"gated_rms_norm_forward({_NORM_INPUTS}) -> Tensor", _norm_forward, _norm_forward_fake)
+define(
+    f"gated_rms_norm_backward(Tensor dy, {_NORM_INPUTS}) -> (Tensor, Tensor, Tensor)",
+    _norm_backward,
+    _norm_backward_fake,
+)
+
+
+def _norm_setup(ctx, inputs, output):
+    *tensors, ctx.eps = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _norm_autograd(ctx, dy):
+    x, gate, weight = ctx.saved_tensors
+    return *OPERATORS.gated_rms_norm_backward(dy, x, gate, weight.contiguous(), ctx.eps), None
+
+
+differentiate("gated_rms_norm_forward", _norm_setup, _norm_autograd)
+refuse_gradient("gated_rms_norm_backward")
+
+
+def normalize(operation: GatedNorm, tensors: tuple) -> torch.Tensor:
+    """Call the operator of a gated norm on its tensors; returns y."""
+    return OPERATORS.gated_rms_norm_forward(*tensors, *values_of(operation))
 
 
 # ---- transfer walk ---------------------------------------------------------------------------------------------------

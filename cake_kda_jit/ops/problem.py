@@ -35,6 +35,15 @@ class ConvProblem:
 
 
 @dataclass(frozen=True)
+class NormProblem:
+    """One gated norm. ``dtype`` is the dtype of x and of the gate."""
+
+    arch: str
+    dtype: str
+    head_dim: int
+
+
+@dataclass(frozen=True)
 class KdaOptions:
     """How to compute, never what: options change memory and time, not results.
 

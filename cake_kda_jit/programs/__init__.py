@@ -8,6 +8,8 @@ PROGRAM_NAMES = (
     "chunk_scan",
     "conv_backward",
     "conv_forward",
+    "gated_norm_backward",
+    "gated_norm_forward",
     "grad_scan",
     "pack_tables",
     "parameter_reduce",
