@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
 
-from ..reference import chunk_kda_reference, chunk_kda_reference_backward, recurrent_kda
+from ..reference import (
+    chunk_kda_reference,
+    chunk_kda_reference_backward,
+    parameter_norms_reference,
+    recurrent_kda,
+)
 
 NAMES = ("q", "k", "v", "g", "beta")
 REGIMES = ("bounded", "softplus", "weak", "correlated")
@@ -39,8 +45,10 @@ LOCAL_FACTOR = 1.5
 """A document's or a head's own error may be this much above the budget: a global norm would hide a local fault."""
 PARAMETER_BUDGET = 3e-4
 """dA_log and ddt_bias are cancelling sums: their error is relative to the sum of absolute values."""
-PARAMETER_TOKENS = 1048
-"""The pack for which PARAMETER_BUDGET was stated."""
+ROUNDING = 1.66e-3
+"""What one rounding to bf16 takes from numbers that are normally distributed, relative to their norm."""
+PARAMETER_DEVIATIONS = 3.0
+"""A single sum's error may be this many standard deviations of what tiles at their budgets make of it."""
 
 
 @dataclass
@@ -140,9 +148,7 @@ def output_gradients(o: torch.Tensor, final_state: torch.Tensor, dtype: torch.dt
 
 def chunk_reference(problem: Problem, *, gradients: bool = True) -> dict[str, torch.Tensor]:
     """Return what ``reference`` does by the chunk form in FP64, on the problem's device: many times as fast."""
-    inputs = [problem.inputs[name].double() for name in NAMES]
-    keywords = {n: v.double() if isinstance(v, torch.Tensor) else v for n, v in problem.keywords.items()}
-    keywords["cu_seqlens"] = problem.cu_seqlens
+    inputs, keywords = _in_fp64(problem)
     o, final_state = chunk_kda_reference(*inputs, **keywords)
     found = {"o": o, "final_state": final_state}
     if gradients:
@@ -151,6 +157,12 @@ def chunk_reference(problem: Problem, *, gradients: bool = True) -> dict[str, to
         back = chunk_kda_reference_backward(*inputs, **last, **keywords)
         found |= {"d" + name: getattr(back, "d" + name) for name in problem.leaves()}
     return found
+
+
+def _in_fp64(problem: Problem) -> tuple[list[torch.Tensor], dict[str, object]]:
+    """The inputs in the order of NAMES, and every keyword."""
+    keywords = {n: v.double() if isinstance(v, torch.Tensor) else v for n, v in problem.keywords.items()}
+    return [problem.inputs[name].double() for name in NAMES], {**keywords, "cu_seqlens": problem.cu_seqlens}
 
 
 def reference(problem: Problem) -> dict[str, torch.Tensor]:
@@ -163,14 +175,20 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return ((found.double() - expected).norm() / expected.norm().clamp_min(1e-300)).item()
 
 
-def small_pack_factor(problem: Problem) -> float:
-    """Return by how much a sum over the tokens of a pack below PARAMETER_TOKENS may exceed its budget.
+def parameter_deviations(problem: Problem, regime: str) -> dict[str, torch.Tensor]:
+    """Return the standard deviation of dA_log `[HV]` and ddt_bias `[HV * K]` where tiles of bf16 are at their budgets.
 
-    Tiles of bf16 shift the terms of a chunk's tokens alike, those of different chunks independently. So the error of
-    the sum, relative to its terms, falls with the root of the number of chunks.
+    A tile's numbers may be off by the budget of a state and are rounded once. Such errors have random signs, and those
+    of different chunks are independent; so they make of a sum over tokens that share of the norm of its terms.
     """
-    tokens = problem.inputs["q"].shape[:2].numel()
-    return max(1.0, PARAMETER_TOKENS / max(tokens, 1)) ** 0.5
+    inputs, keywords = _in_fp64(problem)
+    v, k = problem.inputs["v"], problem.inputs["k"]
+    documents = v.shape[0] if problem.cu_seqlens is None else len(problem.cu_seqlens) - 1
+    final_state = v.new_empty(documents, v.shape[2], k.shape[3], v.shape[3])
+    do, dfinal_state = (x.to(inputs[0]) for x in output_gradients(v, final_state, v.dtype))
+    norms = parameter_norms_reference(*inputs, do=do, dfinal_state=dfinal_state, **keywords)
+    error = math.hypot(BUDGETS[regime]["final_state"], ROUNDING)
+    return {"dA_log": error * norms.dA_log, "ddt_bias": error * norms.ddt_bias.flatten()}
 
 
 def random_sign_dbeta(expected: dict[str, torch.Tensor], problem: Problem) -> torch.Tensor:

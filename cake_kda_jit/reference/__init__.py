@@ -8,12 +8,15 @@ from .chunk import KdaGradients, chunk_kda_reference, chunk_kda_reference_backwa
 from .conv import causal_conv1d_reference
 from .gate import beta, beta_backward, gate, gate_backward, l2norm, l2norm_backward
 from .inputs import KdaKeywords
+from .norm import gated_rms_norm_reference
 from .recurrence import recurrent_kda
 from .summary import segment_summary_reference, transfer_walk_reference
+from .sums import ParameterNorms, parameter_norms_reference
 
 __all__ = [
     "KdaGradients",
     "KdaKeywords",
+    "ParameterNorms",
     "beta",
     "beta_backward",
     "causal_conv1d_reference",
@@ -21,8 +24,10 @@ __all__ = [
     "chunk_kda_reference_backward",
     "gate",
     "gate_backward",
+    "gated_rms_norm_reference",
     "l2norm",
     "l2norm_backward",
+    "parameter_norms_reference",
     "recurrent_kda",
     "segment_summary_reference",
     "transfer_walk_reference",

@@ -41,7 +41,7 @@ class KdaGradients:
 
 
 @dataclass(frozen=True, eq=False)
-class _Chunk:
+class Chunk:
     """One chunk of all heads: q, k, ke, qg, kg, to_start, to_end `[HV, L, K]`, v `[HV, L, V]`, beta `[HV, L, 1]`.
 
     pair `[HV, L, L, K]` is D (0 above the diagonal), to_start `e^G`, to_end `e^(G_last - G)`, total `[HV, K, 1]`
@@ -95,10 +95,10 @@ def chunk_kda_reference(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
         o = torch.empty_like(problem.v)
         final_state = problem.initial_state.clone()
         for document in range(len(problem.documents)):
-            for start, end in _chunk_ranges(problem, document):
-                chunk = _make_chunk(problem, start, end)
+            for start, end in chunk_ranges(problem, document):
+                chunk = make_chunk(problem, start, end)
                 S = final_state[document]
-                v_new = _solve_values(chunk, S)
+                v_new = solve_values(chunk, S)
                 o[start:end] = (chunk.qg @ S + chunk.Aqk @ v_new).transpose(0, 1)
                 final_state[document] = chunk.total * S + chunk.kg.mT @ v_new
         return o.reshape(v.shape), problem.swap_state(final_state)
@@ -133,12 +133,14 @@ def chunk_kda_reference_backward(
         return _input_gradients(problem, rows, dS, q, v)
 
 
-def _chunk_ranges(problem: KdaProblem, document: int) -> list[tuple[int, int]]:
+def chunk_ranges(problem: KdaProblem, document: int) -> list[tuple[int, int]]:
+    """Row ranges of a document's chunks, the last of which may be short; none of an empty document."""
     start, end = problem.documents[document]
     return [(row, min(row + CHUNK, end)) for row in range(start, end, CHUNK)]
 
 
-def _make_chunk(problem: KdaProblem, start: int, end: int) -> _Chunk:
+def make_chunk(problem: KdaProblem, start: int, end: int) -> Chunk:
+    """The chunk of rows `start` to `end`, with everything that needs no state."""
     q, k, v, g = (x[start:end].transpose(0, 1) for x in (problem.q, problem.k, problem.v, problem.g))
     beta = problem.beta[start:end].T.unsqueeze(-1)
     decay = g.exp()
@@ -147,7 +149,7 @@ def _make_chunk(problem: KdaProblem, start: int, end: int) -> _Chunk:
     reach = pair * k.unsqueeze(1)
     Akk = beta * (reach @ k.unsqueeze(-1)).squeeze(-1).tril(-1)
     Aqk = problem.scale * (reach @ q.unsqueeze(-1)).squeeze(-1)
-    return _Chunk(
+    return Chunk(
         q=q,
         k=k,
         v=v,
@@ -175,21 +177,21 @@ def _pair_decays(decay: Tensor) -> Tensor:
     return torch.where(on_or_below, products, torch.zeros_like(products))
 
 
-def _solve_values(chunk: _Chunk, S: Tensor) -> Tensor:
+def solve_values(chunk: Chunk, S: Tensor) -> Tensor:
     """v' `[HV, L, V]`: the values each token really writes, given the state entering the chunk."""
     return chunk.solve(chunk.beta * (chunk.v - chunk.ke @ S))
 
 
 def _document_backward(problem: KdaProblem, document: int, do_rows: Tensor, dS: Tensor, rows: _HeadGradients) -> Tensor:
     """Fill one document's rows of the gradients; from the gradient of its final state to that of its initial state."""
-    ranges = _chunk_ranges(problem, document)
+    ranges = chunk_ranges(problem, document)
     entering, S = [], problem.initial_state[document]
     for start, end in ranges:
         entering.append(S)
-        chunk = _make_chunk(problem, start, end)
-        S = chunk.total * S + chunk.kg.mT @ _solve_values(chunk, S)
+        chunk = make_chunk(problem, start, end)
+        S = chunk.total * S + chunk.kg.mT @ solve_values(chunk, S)
     for (start, end), S in zip(reversed(ranges), reversed(entering)):
-        chunk = _make_chunk(problem, start, end)
+        chunk = make_chunk(problem, start, end)
         here = slice(start, end)
         dS, gradients = _chunk_backward(chunk, S, dS, do_rows[here].transpose(0, 1))
         for field in fields(_HeadGradients):
@@ -197,10 +199,10 @@ def _document_backward(problem: KdaProblem, document: int, do_rows: Tensor, dS: 
     return dS
 
 
-def _chunk_backward(chunk: _Chunk, S: Tensor, dS: Tensor, do: Tensor) -> tuple[Tensor, _HeadGradients]:
+def _chunk_backward(chunk: Chunk, S: Tensor, dS: Tensor, do: Tensor) -> tuple[Tensor, _HeadGradients]:
     """One chunk, given the state S that enters it and the gradient dS of the state that leaves it: `(dS_in, rows)`."""
     q, k, beta, pair = chunk.q, chunk.k, chunk.beta, chunk.pair
-    v_new = _solve_values(chunk, S)
+    v_new = solve_values(chunk, S)
     z = chunk.solve_transposed(chunk.Aqk.mT @ do + chunk.kg @ dS)
     dv = beta * z
     dS_in = chunk.total * dS + chunk.qg.mT @ do - chunk.ke.mT @ dv

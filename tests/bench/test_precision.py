@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from cake_kda_jit.bench import determinism, numerics, precision
-from cake_kda_jit.bench.precision import COLUMNS, Case, Row, compute, rows_of
+from cake_kda_jit.bench.precision import COLUMNS, PARAMETERS, WHOLE, Case, Row, compute, parameter_shares, rows_of
 from cake_kda_jit.bench.problems import (
     LOCAL_FACTOR,
     REGIMES,
     chunk_reference,
     local_errors,
     make_problem,
+    parameter_deviations,
     reference,
 )
 from cake_kda_jit.errors import ConfigError
@@ -41,8 +42,11 @@ def test_rows_of_the_packs(monkeypatch):
     assert tuple(rows) == COLUMNS
     assert 1.4e-3 < rows["o"].error < 1.9e-3 and rows["final_state"].error < 1e-6
     for row in rows.values():
-        assert row.case == "weak, 64" and row.worst >= row.error * 0.99 and row.error <= row.budget
-        assert row.tokens in (None, *LENGTHS)
+        assert row.case == "weak, 64" and row.error <= row.budget
+        if row.output in PARAMETERS:
+            assert row.tokens is None and row.worst <= row.error and 0 < row.share <= row.error / row.budget
+        else:
+            assert row.tokens in LENGTHS and row.worst >= row.error * 0.99
 
 
 def test_a_part_of_terms_that_cancel_is_relative_to_their_norm():
@@ -88,8 +92,6 @@ def test_the_longest_document_of_many_heads_has_more_elements_than_31_bits_count
         ({}, "| 2.00 / 2.50 (200) / 3.6 |"),
         ({"error": 3.7e-3}, "| **3.70 / 2.50 (200) / 3.6** |"),
         ({"worst": 1.01 * LOCAL_FACTOR * 3.6e-3}, "| **2.00 / 5.45 (200) / 3.6** |"),
-        ({"output": "dA_log", "tokens": None, "budget": 3e-4, "error": 1e-5}, "| 1.0e-02 / 0.3 |"),
-        ({"output": "dA_log", "tokens": None, "budget": 3e-4, "error": 4e-4}, "| **4.0e-01 / 0.3** |"),
     ],
 )
 def test_a_cell_says_what_is_over_its_budget(changes, cell):
@@ -101,6 +103,32 @@ def test_of_several_seeds_the_worst_counts():
     one = Row("bounded, 64", "o", 2e-3, 2.5e-3, 200, 3.6e-3)
     [row] = precision.worst_of([[one], [replace(one, error=3e-3, worst=2.4e-3, tokens=1)]])
     assert (row.error, row.worst, row.tokens) == (3e-3, 2.5e-3, 200)
+    one = Row("bounded, 64", "dA_log", 2e-4, 1e-4, None, 3e-4, share=0.4, relative=2e-3)
+    [row] = precision.worst_of([[one], [replace(one, worst=2e-4, share=0.3, relative=5e-3)]])
+    assert (row.error, row.worst, row.share, row.relative) == (2e-4, 2e-4, 0.4, 5e-3)
+
+
+@pytest.mark.parametrize(("share", "cell"), [(0.4, "0.40"), (1.01, "**1.01**")])
+def test_a_sum_says_whether_it_is_over_its_bound(share, cell):
+    row = Row("bounded, 64", "dA_log", 2e-4, 1e-4, None, 3e-4, share, 2e-3)
+    [line] = precision.table_of_sums([asdict(row)]).splitlines()[2:]
+    assert line == f"| bounded, 64 | 0.20 | 2.00 | {cell} |"
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+def test_what_a_sum_may_be_off_by(regime):
+    """3e-4 of its absolute terms and three deviations; over all channels, in norm, one deviation of each."""
+    problem = make_problem(LENGTHS, regime=regime)
+    expected, deviations = chunk_reference(problem), parameter_deviations(problem, regime)
+    sums = precision.parameter_terms(expected, problem)
+    assert parameter_shares(expected, expected, problem, regime) == dict.fromkeys((*PARAMETERS, WHOLE), 0)
+    one = expected["ddt_bias"].clone()
+    one[70] += 3e-4 * sums["ddt_bias"][70] + 3 * deviations["ddt_bias"][70]
+    shares = parameter_shares({**expected, "ddt_bias": one}, expected, problem, regime)
+    assert shares["ddt_bias"] == pytest.approx(1) and shares["dA_log"] == 0 and shares[WHOLE] < 1
+    every = {name: expected[name] - 3e-4 * sums[name] - deviations[name] for name in PARAMETERS}
+    shares = parameter_shares({**expected, **every}, expected, problem, regime)
+    assert shares[WHOLE] == pytest.approx(1) and 1 / 3 < shares["dA_log"] < 1 and 1 / 3 < shares["ddt_bias"] < 1
 
 
 @pytest.mark.parametrize(("module", "options"), [(precision, ("--seeds", "1")), (determinism, ("--runs", "1"))])

