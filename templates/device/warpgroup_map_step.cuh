@@ -1,3 +1,4 @@
+{% import "macros/wgmma.jinja" as wgmma %}
 // One chunk's step of the map M [K, K], held transposed in the registers of the warpgroups that own its columns:
 //
 //     M <- diag(e^G_last) M - kg^T Tinv (beta (ke M))
@@ -8,25 +9,10 @@
 
 namespace {
 
-// An accumulator in two: products with the first part of the left factor, and with the smaller parts.
-struct PartSums {
-  TokenSums main, low;
-};
-
-__device__ __forceinline__ void settle(PartSums& sums) {
-  settle(sums.main);
-  settle(sums.low);
-}
-
-// Starts a step of sums += left tile^T, smallest part first; of the first step, from zero.
-__device__ __forceinline__ void start_part_products(PartSums& sums, const StepParts& left, uint64_t right,
-                                                    bool is_first) {
-  for (int p = kParts - 1; p > 0; --p) wgmma_rows_64(sums.low, left[p], right, !is_first || p + 1 < kParts);
-  wgmma_rows_64(sums.main, left[0], right, !is_first);
-}
+{{ wgmma.register_product("wgmma_rows_32", 32, 16, "bf16", "1, 1, 0") }}
 
 // Starts x = ke M. M is taken apart step by step; only so many steps' parts are kept in registers.
-__device__ __forceinline__ void start_map_rows(PartSums& x, const State& M, uint64_t ke) {
+__device__ __forceinline__ void start_map_rows(TokenSums& x, const State& M, uint64_t ke) {
   constexpr int kStepsUnderWay = 4;
 #pragma unroll
   for (int k = 0; k < kStateSteps; ++k) {
@@ -34,46 +20,52 @@ __device__ __forceinline__ void start_map_rows(PartSums& x, const State& M, uint
     split_step(left, M[2 * k], M[2 * k + 1]);
     if (k >= kStepsUnderWay) wgmma_wait<kStepsUnderWay - 1>();
     wgmma_fence();
-    start_part_products(x, left, step_of_columns(ke, k), k == 0);
+    wgmma_rows_64(x, left[1], step_of_columns(ke, k), k > 0);
+    wgmma_rows_64(x, left[0], step_of_columns(ke, k), 1);
     wgmma_commit();
   }
 }
 
-__device__ __forceinline__ float total(const PartSums& sums, int n, int i) { return sums.main[n][i] + sums.low[n][i]; }
+// Sums of tokens in two halves of columns.
+struct HalfSums {
+  float half[2][kTokenTiles / 2][4];
 
-// Starts y = -Tinv (beta x). All of Tinv is multiplied: a narrower product's accumulators would begin at registers that
-// wgmma cannot begin at.
-__device__ __forceinline__ void start_map_solution(PartSums& y, const PartSums& x, const float2* beta, uint64_t Tinv) {
+  __device__ __forceinline__ const float (&tile(int n) const)[4] { return half[n / 4][n % 4]; }
+};
+
+__device__ __forceinline__ void settle(HalfSums& sums) {
+  for (auto& half : sums.half) settle(half);
+}
+
+// Starts y = -Tinv (beta x). Of Tinv, lower triangular, the quarter of zeros is left out.
+__device__ __forceinline__ void start_map_solution(HalfSums& y, const TokenSums& x, const float2* beta, uint64_t Tinv) {
 #pragma unroll
   for (int k = 0; k < kTokenSteps; ++k) {
     float weighed[2][4];
     for (int n = 0; n < 2; ++n) {
       const float2 factor = columns_of_lane(beta, 2 * k + n);
-      for (int i = 0; i < 4; ++i) weighed[n][i] = total(x, 2 * k + n, i) * (i % 2 ? -factor.y : -factor.x);
+      for (int i = 0; i < 4; ++i) weighed[n][i] = x[2 * k + n][i] * (i % 2 ? -factor.y : -factor.x);
     }
     StepParts left;
     split_step(left, weighed[0], weighed[1]);
     wgmma_fence();
-    start_part_products(y, left, step_of_columns(Tinv, k), k == 0);
+    for (int half = k / 2; half < 2; ++half) {
+      const uint64_t right = step_of_columns(step_of_rows(Tinv, 2 * half), k);
+      wgmma_rows_32(y.half[half], left[1], right, k > 0);
+      wgmma_rows_32(y.half[half], left[0], right, 1);
+    }
   }
   wgmma_commit();
 }
 
-// Starts sum = kg^T y, all products with the smaller parts before the first large one.
-__device__ __forceinline__ void start_map_products(State& sum, TokenParts& parts, const PartSums& y, uint64_t kg) {
+// Starts sum = kg^T y, and takes y apart. A product starts as soon as its factor's step is known.
+__device__ __forceinline__ void start_map_products(State& sum, SplitTokens& parts, const HalfSums& y, uint64_t kg) {
 #pragma unroll
   for (int k = 0; k < kTokenSteps; ++k) {
-    float given[2][4];
-    for (int n = 0; n < 2; ++n) {
-      for (int i = 0; i < 4; ++i) given[n][i] = total(y, 2 * k + n, i);
-    }
-    split_step(parts[k], given[0], given[1]);
+    split_step(parts.high[k], parts.low[k], y.tile(2 * k), y.tile(2 * k + 1));
     wgmma_fence();
-    wgmma_columns_{{ head_dim }}(sum, parts[k][kParts - 1], step_of_rows(kg, k), k > 0);
-  }
-#pragma unroll
-  for (int p = kParts - 2; p >= 0; --p) {
-    for (int k = 0; k < kTokenSteps; ++k) wgmma_columns_{{ head_dim }}(sum, parts[k][p], step_of_rows(kg, k), 1);
+    wgmma_columns_{{ head_dim }}(sum, parts.low[k], step_of_rows(kg, k), k > 0);
+    wgmma_columns_{{ head_dim }}(sum, parts.high[k], step_of_rows(kg, k), 1);
   }
   wgmma_commit();
 }

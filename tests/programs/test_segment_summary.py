@@ -112,7 +112,9 @@ def test_B_has_the_bits_of_a_scan_from_zero(variant):
     tables = replace(pack.tables, segment_table=as_documents)
     final_state = poisoned(len(segments), pack.HV, 64, 64)
     outputs = {"o": poisoned(*pack.v.shape, dtype=pack.v.dtype), "final_state": final_state}
-    nothing = dict.fromkeys(("h", "v_new", "checkpoints", "initial_state", "segment_entry", "checkpoint_chunks"))
+    nothing = dict.fromkeys(
+        ("h", "v_new", "checkpoints", "initial_state", "segment_entry", "ready", "checkpoint_chunks")
+    )
     launch(record_of("chunk_scan", pack.variant), scan_values(replace(pack, tables=tables), tiles) | outputs | nothing)
     assert torch.equal(B, final_state)
 
