@@ -78,7 +78,8 @@ def _block_gradients(
 ) -> None:
     """Launch the backward of one head block; its scratch is free again when this returns, before the next block's."""
     replays = context.checkpoints is not None
-    tiles = prepare_again(pipeline, block, context)
+    overlaps = not replays and not pipeline.inputs.num_summaries
+    tiles = prepare_again(pipeline, block, context, overlaps=overlaps)
     segment_dexit = None
     if pipeline.inputs.num_summaries:
         D = pipeline.summaries()
@@ -101,13 +102,18 @@ def _block_gradients(
     pipeline.grad(block, do, kept | scanned | found | partials)
 
 
-def prepare_again(pipeline: Pipeline, block: HeadBlock, context: Context) -> Tiles:
-    """Form the tiles of a block again, but for those that the forward kept; returns both."""
+def prepare_again(pipeline: Pipeline, block: HeadBlock, context: Context, *, overlaps: bool = False) -> Tiles:
+    """Form the tiles of a block again, but for those that the forward kept; returns both.
+
+    ``overlaps``: a ``grad_scan`` without a replay is launched right behind, and may begin beside this.
+    """
     kept = {name: tile for name, tile in context.tiles(block).items() if tile is not None}
     missing = [name for name in TILE_NAMES if name not in kept]
     if not missing:
         return Tiles(**kept)
     tiles = pipeline.make_tiles(block, *missing)
+    if overlaps:
+        pipeline.overlap(block, tiles, "grad_scan")
     pipeline.prepare(block, tiles)
     return replace(tiles, **kept)
 

@@ -118,6 +118,8 @@ def chunk_forward(
     limits = options.workspace_limit, options.backward
     for block in head_blocks(num_bytes, inputs.num_heads, inputs.num_value_heads, *limits):
         tiles = pipeline.make_tiles(block, **context.tiles(block))
+        if summaries is None:
+            pipeline.overlap(block, tiles, "chunk_scan" if context.h is None else "chunk_scan, kept")
         pipeline.prepare(block, tiles)
         segment_entry = summaries.entries(block, tiles) if summaries else None
         outputs = {
@@ -131,18 +133,21 @@ def chunk_forward(
     return o, final_state, context
 
 
-def make_context(inputs: Inputs, options: KdaOptions, keep: bool) -> Context:
-    """Return the tensors that a forward will fill for its backward; none unless ``keep``."""
+UNWRITTEN = ("checkpoints", "M")
+"""What a forward keeps and may write a part of.
+
+Checkpoints are numbered without a table, which leaves gaps between segments, and M of a document's first segment is not
+needed without an initial state. Such rows are zeros, so that an operator's outputs are the same bytes in every run.
+"""
+
+
+def make_context(inputs: Inputs, options: KdaOptions, keep: bool, unwritten: tuple[str, ...] = UNWRITTEN) -> Context:
+    """Return the tensors that a forward will fill for its backward; none unless ``keep``. ``unwritten`` are zeros."""
     device = inputs.v.device
     shapes = context_shapes(inputs, options if keep else None)
-    # Some rows are written by nothing: checkpoints are numbered without a table, which leaves gaps between segments,
-    # and M of a document's first segment is not needed without an initial state. They are zeros, so that an operator's
-    # outputs are the same bytes in every run.
     return Context(
         **{
-            name: inputs.executor.empty(
-                shape, context_dtype(name, shapes, device), device, is_zero=name in ("checkpoints", "M")
-            )
+            name: inputs.executor.empty(shape, context_dtype(name, shapes, device), device, is_zero=name in unwritten)
             for name, shape in shapes.items()
         }
     )

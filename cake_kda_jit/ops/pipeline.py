@@ -13,7 +13,7 @@ from ..programs.tile_fields import GRADIENT_ROWS, VALUE_ROWS
 from .checks import DTYPE_NAMES
 from .inputs import Inputs, Transforms
 from .problem import CHUNK_TOKENS
-from .select import select_attention, select_plain, select_walk
+from .select import Following, ScanSizes, select_attention, select_following, select_plain, select_walk
 from .workspace import HeadBlock, tile_bytes, tile_bytes_per_head
 
 
@@ -44,6 +44,9 @@ class Tiles:
     Tinv: torch.Tensor | int | None = None
     decay_total: torch.Tensor | int | None = None
     memory: torch.Tensor | None = None
+    following: Following | None = None
+    """How a scan begins beside the ``chunk_prepare`` of its tiles, and in ``ready`` which ones are there; or None."""
+    ready: torch.Tensor | None = None
 
     def values(self) -> dict[str, object]:
         """The values of the argument fields of prepared tiles."""
@@ -81,10 +84,13 @@ class Pipeline:
         """Chunks of the pack."""
         return self.inputs.chunk_table.shape[0]
 
-    def make_tiles(self, block: HeadBlock, *names: str, **given: torch.Tensor | None) -> Tiles:
+    def make_tiles(
+        self, block: HeadBlock, *names: str, memory: torch.Tensor | None = None, **given: torch.Tensor | None
+    ) -> Tiles:
         """Return the named tiles, cut from one allocation, beside those given; what is given as None is cut too.
 
-        An allocation for each would take the host longer than the launches that use them.
+        An allocation for each would take the host longer than the launches that use them. ``memory`` is that of tiles
+        that were made before, of the same names: they are found there again.
         """
         named = [*names, *(name for name, tensor in given.items() if tensor is None)]
         if not named:
@@ -93,7 +99,7 @@ class Pipeline:
         for name in named:
             addresses[name] = num_bytes
             num_bytes += block.count * self._tile_bytes[name]
-        memory = self._empty((num_bytes,), torch.uint8)
+        memory = self._empty((num_bytes,), torch.uint8) if memory is None else memory
         start = memory.data_ptr()
         given = {name: tensor for name, tensor in given.items() if tensor is not None}
         return Tiles(**{name: start + offset for name, offset in addresses.items()}, **given, memory=memory)
@@ -137,7 +143,29 @@ class Pipeline:
             num_chunks=self.num_chunks,
             scale=transforms.scale,
             use_qk_l2norm=int(transforms.use_qk_l2norm),
+            ready=address(tiles.ready),
+            from_last=int(tiles.following.from_last) if tiles.following else 0,
+            num_followers=tiles.following.num_ctas if tiles.following else 0,
+            num_ahead=tiles.following.num_ahead if tiles.following else 0,
         )
+
+    def following(self, block: HeadBlock, scan: str) -> Following | None:
+        """Return how a scan of a block begins beside its ``prepare``, None where it follows behind."""
+        inputs = self.inputs
+        if inputs.device.type != "cuda":
+            return None
+        processors = torch.cuda.get_device_properties(inputs.device).multi_processor_count
+        sizes = ScanSizes(inputs.segment_table.shape[0], self.num_chunks, block.count, processors)
+        return select_following(inputs.problem, self.family, scan, sizes)
+
+    def overlap(self, block: HeadBlock, tiles: Tiles, scan: str) -> None:
+        """Let the scan of the tiles, right behind their ``prepare``, begin beside it where that is faster.
+
+        ``scan`` is one of ``SCAN_WALKS``.
+        """
+        tiles.following = self.following(block, scan)
+        if tiles.following:
+            tiles.ready = self._empty((2 + block.count * self.num_chunks,), torch.int32)
 
     def scan(
         self,
@@ -151,8 +179,10 @@ class Pipeline:
         self._launch(
             "chunk_scan",
             tiles.values() | self._strided("v", "beta") | self._tables | self._block(block) | self._beta,
+            is_beside=tiles.ready is not None,
             initial_state=address(self.inputs.initial_state),
             segment_entry=address(segment_entry),
+            ready=address(tiles.ready),
             checkpoint_chunks=checkpoint_tokens // CHUNK_TOKENS,
             **{name: address(tensor) for name, tensor in outputs.items()},
         )
@@ -211,6 +241,8 @@ class Pipeline:
         self._launch(
             "grad_scan",
             tiles.values() | self._strided("v", "beta") | self._tables | self._block(block) | self._beta,
+            is_beside=tiles.ready is not None,
+            ready=address(tiles.ready),
             do_=do.data_ptr(),
             do_strides=do.stride()[-3:],
             checkpoint_chunks=checkpoint_tokens // CHUNK_TOKENS,
@@ -247,9 +279,11 @@ class Pipeline:
         }
         inputs.executor.launch(chosen.record, chosen.reason, values, inputs.device)
 
-    def _launch(self, program: str, groups: dict[str, object], **values: object) -> None:
-        chosen = select_attention(program, self.inputs.problem, self.family)
-        self.inputs.executor.launch(chosen.record, chosen.reason, groups | values, self.inputs.device)
+    def _launch(self, program: str, groups: dict[str, object], *, is_beside: bool = False, **values: object) -> None:
+        inputs = self.inputs
+        chosen = select_attention(program, inputs.problem, self.family)
+        reason = f"{chosen.reason}; begins beside the launch ahead" if is_beside else chosen.reason
+        inputs.executor.launch(chosen.record, reason, groups | values, inputs.device, is_beside=is_beside)
 
     def _tile(self, block: HeadBlock, rows: int, columns: int) -> torch.Tensor:
         return self._empty((block.count, self.num_chunks, rows, columns), self.tile_dtype)

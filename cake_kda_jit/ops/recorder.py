@@ -34,8 +34,16 @@ class Executor:
         """Return a contiguous tensor, 0 if ``is_zero``, else not initialised."""
         return (torch.zeros if is_zero else torch.empty)(shape, dtype=dtype, device=device)
 
-    def launch(self, record: Record, reason: str, values: Mapping[str, object], device: torch.device) -> None:
-        """Launch a record, as ``runtime.launch``."""
+    def launch(
+        self,
+        record: Record,
+        reason: str,
+        values: Mapping[str, object],
+        device: torch.device,
+        *,
+        is_beside: bool = False,
+    ) -> None:
+        """Launch a record, as ``runtime.launch``; ``is_beside``: it may begin before the launch ahead has ended."""
         launch(record, reason, values, device)
 
 
@@ -101,6 +109,7 @@ class _Launch(NamedTuple):
     reason: str
     pointers: tuple[int, ...]
     rest: bytes
+    is_beside: bool
 
 
 class Kept(NamedTuple):
@@ -149,13 +158,22 @@ class Recorder(Executor):
         address = (self.num_tensors + len(self._memory)) << _OFFSET_BITS
         return Operand(Layout(tuple(shape), contiguous_strides(shape), dtype), device, address)
 
-    def launch(self, record: Record, reason: str, values: Mapping[str, object], device: torch.device) -> None:
+    def launch(
+        self,
+        record: Record,
+        reason: str,
+        values: Mapping[str, object],
+        device: torch.device,
+        *,
+        is_beside: bool = False,
+    ) -> None:
         """Write a launch down. Its kernel is loaded here."""
         kernel = ready_kernel(record, device)
         if record.family == "cpu":
             values = {**values, "num_threads": torch.get_num_threads()}
         block, count = record.entry.pack(values), record.entry.num_pointers
-        self._launches.append(_Launch(kernel, reason, struct.unpack_from(f"={count}q", block), block[8 * count :]))
+        pointers = struct.unpack_from(f"={count}q", block)
+        self._launches.append(_Launch(kernel, reason, pointers, block[8 * count :], is_beside))
 
     def finish(self, outputs: Sequence[Operand | None], kept: Mapping[str, Operand | None]) -> Recording:
         """Return the pass. Outputs and kept operands are whole allocations, of the shapes that they have here.
@@ -218,12 +236,13 @@ class Recorder(Executor):
     def _shared(self, indices: Sequence[int]) -> dict[int, int]:
         """Offsets of allocations that may share their place: large ones first, each at the lowest offset that is free.
 
-        An allocation is in use from its first launch to its last.
+        An allocation is in use from its first launch to its last; of one that begins beside the launch ahead, from
+        that on.
         """
         spans: dict[int, tuple[int, int]] = {}
         for number, one in enumerate(self._launches):
             for address in one.pointers:
-                first, _ = spans.get(self._index(address), (number, number))
+                first, _ = spans.get(self._index(address), (number - one.is_beside, number))
                 spans[self._index(address)] = (first, number)
         offsets: dict[int, int] = {}
         for i in sorted((i for i in indices if i in spans), key=self._size, reverse=True):

@@ -11,7 +11,7 @@ from ..catalog import registry
 from ..errors import UnsupportedProblemError
 from ..programs.transfer_walk import PRECISION_MODES, SM90_WIDTHS
 from ..record import Record
-from .problem import AttentionProblem, ConvProblem
+from .problem import AttentionProblem, ConvProblem, NormProblem
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,59 @@ def select_attention(program: str, problem: AttentionProblem, family: str | None
     return _select(program, variant, problem.arch, family, f"{problem.dtype}, K = V = {problem.head_dim}")
 
 
+@dataclass(frozen=True)
+class Following:
+    """A scan that begins beside the ``chunk_prepare`` of its tiles.
+
+    ``num_ctas``: its CTAs, each of which takes a processor. ``num_ahead``: tiles that are begun before CTAs of
+    ``chunk_prepare`` leave processors to them. ``from_last``: it wants the last chunk first.
+    """
+
+    num_ctas: int
+    num_ahead: int
+    from_last: bool = False
+
+
+@dataclass(frozen=True)
+class ScanSizes:
+    """What decides whether a scan begins beside: of its pack, its block of heads and its device.
+
+    ``processors``: streaming multiprocessors.
+    """
+
+    num_segments: int
+    num_chunks: int
+    num_block_heads: int
+    processors: int
+
+
+SCAN_WALKS = {"chunk_scan": 90, "chunk_scan, kept": 130, "grad_scan": 130}
+"""A scan of n CTAs takes these / n of the time in which all processors prepare its tiles: measured beside on an H200.
+
+*kept*: h and v' are.
+"""
+
+
+def select_following(problem: AttentionProblem, family: str | None, scan: str, sizes: ScanSizes) -> Following | None:
+    """Return how a scan, of ``SCAN_WALKS``, begins beside its ``chunk_prepare``; None where it gains nothing.
+
+    It changes no bit. Tiles are made in the order of the pack, or backwards: some of several segments would wait long.
+    More CTAs than half of the processors would leave too few that prepare, and there must be more to prepare than is
+    begun at once.
+    """
+    program = scan.partition(",")[0]
+    for needed in ("chunk_prepare", program):
+        if select_attention(needed, problem, family).record.family != "sm90":
+            return None
+    num_ctas = sizes.num_block_heads * (problem.head_dim // 64)
+    num_tiles = sizes.num_block_heads * sizes.num_chunks
+    if sizes.num_segments != 1 or 2 * num_ctas > sizes.processors or num_tiles < 8 * sizes.processors:
+        return None
+    # The processors that the scan leaves shall keep ahead of it until its end.
+    share_ahead = 1 - SCAN_WALKS[scan] / num_ctas * (1 - num_ctas / sizes.processors)
+    return Following(num_ctas, max(0, int(share_ahead * num_tiles)), from_last=program == "grad_scan")
+
+
 def select_plain(program: str, variant: str, arch: str, family: str | None) -> Selection:
     """Return the record of a program that has one variant for every problem."""
     return _select(program, variant, arch, family, "its only variant")
@@ -71,6 +124,12 @@ def select_plain(program: str, variant: str, arch: str, family: str | None) -> S
 def select_conv(program: str, problem: ConvProblem, family: str | None) -> Selection:
     """Return the record of a convolution program; raises UnsupportedProblemError with what there is."""
     return _select(program, problem.dtype, problem.arch, family, f"x is {problem.dtype}")
+
+
+def select_norm(program: str, problem: NormProblem, family: str | None) -> Selection:
+    """Return the record of a gated norm's program; raises UnsupportedProblemError with what there is."""
+    variant = f"{problem.dtype}_k{problem.head_dim}"
+    return _select(program, variant, problem.arch, family, f"{problem.dtype}, D = {problem.head_dim}")
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..record import Field, Program, cpu_entry
 from .common import cpu_tile_records, sm90_tile_records, smxx_tile_records
-from .tile_fields import BETA, GATE, HEAD_BLOCK, PREPARED_TILES
+from .tile_fields import BETA, GATE, HEAD_BLOCK, PREPARED_TILES, READY
 
 FIELDS = (
     (
@@ -18,6 +18,7 @@ FIELDS = (
     )
     + PREPARED_TILES  # each may be null: not wanted
     + (
+        READY,
         Field("q_strides", "strides(3)", "elements per token, head, channel"),
         Field("k_strides", "strides(3)", "elements per token, head, channel"),
         Field("g_strides", "strides(3)", "elements per token, head, channel"),
@@ -29,7 +30,12 @@ FIELDS = (
     + HEAD_BLOCK
     + GATE
     + BETA
-    + (Field("use_qk_l2norm", "i32", "1: q and k are divided by their norm"),)
+    + (
+        Field("use_qk_l2norm", "i32", "1: q and k are divided by their norm"),
+        Field("from_last", "i32", "1: with `ready`, the last chunks come first, as a reverse scan wants them"),
+        Field("num_followers", "i32", "CTAs that wait for `ready`, each alone on a processor"),
+        Field("num_ahead", "i32", "tiles that are begun before CTAs leave their processors to those"),
+    )
 )
 
 ENTRY = cpu_entry(FIELDS)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from ..record import Field, Limits, Program, cpu_entry
 from .common import cpu_tile_records, sm90_tile_records, smxx_tile_records
-from .tile_fields import BETA, HEAD_BLOCK, PREPARED_TILES, TABLES
+from .tile_fields import BETA, HEAD_BLOCK, PREPARED_TILES, READY, TABLES
 
 FIELDS = (
     PREPARED_TILES
     + (
+        READY,
         Field("v", "ptr", "[T, HV, V]"),
         Field("beta", "ptr", "[T, HV]"),
     )

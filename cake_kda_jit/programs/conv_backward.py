@@ -1,24 +1,35 @@
-"""``conv_backward``: gradients of the causal depthwise convolution."""
+"""``conv_backward``: gradients of up to three causal depthwise convolutions."""
 
 from __future__ import annotations
 
 from ..record import Entry, Field, Program, cpu_entry
-from .conv_forward import CUDA_OPTIONS, CUDA_SIZES, INPUT_POINTERS, OPTIONS, SIZES, conv_records, tile_tokens
+from .conv_forward import (
+    CUDA_OPTIONS,
+    CUDA_SIZES,
+    I64_EACH,
+    INPUT_POINTERS,
+    OPTIONS,
+    PTR_EACH,
+    SIZES,
+    STRIDES_EACH,
+    conv_records,
+    tile_tokens,
+)
 
 POINTERS = INPUT_POINTERS + (
-    Field("dy", "ptr", "[T, D] gradient of y, dtype of x"),
-    Field("dfinal_state", "ptr", "[N, D, W - 1] contiguous or null, dtype of the states"),
-    Field("dx", "ptr", "[T, D] contiguous, dtype of x"),
-    Field("dweight", "ptr", "[D, W] contiguous, dtype of weight"),
-    Field("dbias", "ptr", "[D] or null, dtype of weight"),
-    Field("dinitial_state", "ptr", "[N, D, W - 1] contiguous or null, dtype of the states"),
+    Field("dy", PTR_EACH, "[T, D] gradient of y, dtype of x"),
+    Field("dfinal_state", PTR_EACH, "[N, D, W - 1] contiguous or null, dtype of the states"),
+    Field("dx", PTR_EACH, "[T, D] contiguous, dtype of x"),
+    Field("dweight", PTR_EACH, "[D, W] contiguous, dtype of weight"),
+    Field("dbias", PTR_EACH, "[D] or null, dtype of weight"),
+    Field("dinitial_state", PTR_EACH, "[N, D, W - 1] contiguous or null, dtype of the states"),
 )
 STRIDES = (
-    Field("x_strides", "strides(2)", "elements per token, channel"),
-    Field("dy_strides", "strides(2)", "elements per token, channel"),
+    Field("x_strides", STRIDES_EACH, "elements per token, channel of each part"),
+    Field("dy_strides", STRIDES_EACH, "elements per token, channel of each part"),
 )
-WORKSPACE_POINTERS = (Field("workspace", "ptr", "[tiles, W + 1, D] fp32: each tile's part of dweight and dbias"),)
-WORKSPACE_SIZES = (Field("workspace_bytes", "i64", "at least workspace_bytes()"),)
+WORKSPACE_POINTERS = (Field("workspace", PTR_EACH, "[tiles, W + 1, D] fp32: each tile's part of dweight and dbias"),)
+WORKSPACE_SIZES = (Field("workspace_bytes", I64_EACH, "at least workspace_bytes()"),)
 
 
 def workspace_bytes(num_tokens: int, num_channels: int, width: int) -> int:

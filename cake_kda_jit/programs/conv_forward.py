@@ -1,4 +1,7 @@
-"""``conv_forward``: causal depthwise convolution of width 2 to 4 over packed documents, with SiLU.
+"""``conv_forward``: causal depthwise convolutions of width 2 to 4 over packed documents, with SiLU.
+
+A launch takes up to three, those of q, k and v, which share their documents, their width and all dtypes. Each has its
+own channels and is cut as in a launch of its own, so its bits are the same.
 
 Its halo form is ``initial_state`` in fp32: the tokens before a fragment, held by whoever. Their gradient comes back in
 fp32 and is added at the owner, as ``dfinal_state``, before rounding.
@@ -6,20 +9,28 @@ fp32 and is added at the owner, as ``dfinal_state``, before rounding.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from ..arch import CPU_ARCHES, CUDA_ARCHES
 from ..record import Entry, Field, Limits, Program, Record, cpu_entry, make_params
 from .common import DTYPES
 
+MOST_PARTS = 3
+"""Convolutions of a launch, its parts. What each has of its own is an array of the argument block."""
+
+PTR_EACH, I64_EACH, I32_EACH = (f"{kind}({MOST_PARTS})" for kind in ("ptr", "i64", "i32"))
+STRIDES_EACH = f"strides({2 * MOST_PARTS})"
+
 INPUT_POINTERS = (
-    Field("x", "ptr", "[T, D]"),
-    Field("weight", "ptr", "[D, W] contiguous"),
-    Field("bias", "ptr", "[D] or null, dtype of weight"),
-    Field("initial_state", "ptr", "[N, D, W - 1] contiguous, or null for zeros: the tokens before each document"),
+    Field("x", PTR_EACH, "[T, D]"),
+    Field("weight", PTR_EACH, "[D, W] contiguous"),
+    Field("bias", PTR_EACH, "[D] or null, dtype of weight"),
+    Field("initial_state", PTR_EACH, "[N, D, W - 1] contiguous, or null for zeros: the tokens before each document"),
     Field("cu_seqlens", "ptr", "[N + 1] int64: first token of each document"),
 )
 
 SIZES = (
-    Field("num_channels", "i64", "D"),
+    Field("num_channels", I64_EACH, "D, 0 for a part that is not there"),
     Field("num_documents", "i64", "N"),
 )
 
@@ -32,13 +43,13 @@ OPTIONS = (
 
 # The cpu family reads boundaries on the host and cuts channels only; a GPU's grid is cut in tokens too.
 CUDA_SIZES = (Field("num_tokens", "i64", "T, rows of x"),)
-CUDA_OPTIONS = (Field("tile_tokens", "i32", "tokens of a CTA; see tile_tokens()"),)
+CUDA_OPTIONS = (Field("tile_tokens", I32_EACH, "tokens of a CTA; see tile_tokens()"),)
 
 POINTERS = INPUT_POINTERS + (
-    Field("y", "ptr", "[T, D] contiguous, dtype of x"),
-    Field("final_state", "ptr", "[N, D, W - 1] contiguous or null"),
+    Field("y", PTR_EACH, "[T, D] contiguous, dtype of x"),
+    Field("final_state", PTR_EACH, "[N, D, W - 1] contiguous or null"),
 )
-STRIDES = (Field("x_strides", "strides(2)", "elements per token, channel"),)
+STRIDES = (Field("x_strides", STRIDES_EACH, "elements per token, channel of each part"),)
 
 CUDA_DTYPES = ("bf16", "fp16")
 BLOCK_CHANNELS = 1024
@@ -56,6 +67,20 @@ def tile_tokens(num_tokens: int, num_channels: int) -> int:
     while tokens > 16 and -(-num_tokens // tokens) * blocks < _ENOUGH_CTAS:
         tokens //= 2
     return tokens
+
+
+def join_parts(entry: Entry, parts: Sequence[Mapping[str, object]]) -> dict[str, object]:
+    """Return the argument values of one launch out of those that each part has alone; None is a null pointer.
+
+    What all parts share is taken from the first.
+    """
+    values = dict(parts[0])
+    for field in entry.fields:
+        if field.is_array:
+            given = [part[field.name] for part in parts]
+            found = [number for one in given for number in (one if isinstance(one, tuple) else (one or 0,))]
+            values[field.name] = (*found, *(0,) * (field.count - len(found)))
+    return values
 
 
 def conv_records(program: str, cpu: Entry, cuda: Entry) -> tuple[Record, ...]:

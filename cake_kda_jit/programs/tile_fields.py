@@ -36,6 +36,11 @@ PREPARED_TILES = (
     Field("decay_total", "ptr", "[HB, chunks, K] fp32: e^G_last"),
 )
 
+READY = Field(
+    "ready", "ptr", "[2 + HB x chunks] uint32 or null, cleared by chunk_prepare: two counts, then 1 for each tile"
+)
+"""With it a scan, launched right behind ``chunk_prepare``, begins beside it and takes tiles as they come."""
+
 TILE_NAMES = tuple(field.name for field in PREPARED_TILES)
 
 HEAD_BLOCK = (

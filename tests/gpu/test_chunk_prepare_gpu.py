@@ -14,6 +14,7 @@ from cake_kda_jit.runtime.device import arch_of_device
 from cake_kda_jit.runtime.load import get_kernel
 
 from ..programs.pipeline import (
+    BEHIND,
     FUSED,
     TILE_NAMES,
     Pack,
@@ -57,7 +58,7 @@ def launch_values(pack: Pack, heads=None, **replaced) -> dict[str, object]:
     """An argument block for a pack on the device, its outputs poisoned there."""
     tiles = {name: tile.cuda() for name, tile in make_tiles(pack, (heads or (0, pack.HV))[1]).items()}
     tables = {"chunk_table": pack.tables.chunk_table, "num_chunks": pack.tables.num_chunks}
-    values = block_values(pack, heads) | gate_values(pack) | tables | tiles | replaced
+    values = block_values(pack, heads) | gate_values(pack) | BEHIND | tables | tiles | replaced
     del values["num_threads"]
     return values
 

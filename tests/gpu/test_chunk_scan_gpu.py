@@ -52,7 +52,7 @@ TWIN_TOLERANCE = 4e-3
 def run_scan(pack: Pack, tiles, *, launcher, heads=None, checkpoint_chunks=2, segment_entry=None, **given):
     """Every output of one launch; those that ``given`` sets to None are left out."""
     outputs = scan_outputs(pack, (heads or (0, pack.HV))[1], max(checkpoint_chunks, 1))
-    states = {"initial_state": pack.initial_state, "segment_entry": segment_entry}
+    states = {"initial_state": pack.initial_state, "segment_entry": segment_entry, "ready": None}
     values = scan_values(pack, tiles, heads) | outputs | states | {"checkpoint_chunks": checkpoint_chunks} | given
     launcher("chunk_scan", pack.variant, values, outputs)
     return {name: tensor for name, tensor in outputs.items() if values[name] is not None}
@@ -270,7 +270,7 @@ def test_absent_outputs_change_no_bit(run):
 def test_more_segments_than_a_grid_has_rows(launcher):
     """grid.y and grid.z stop at 65,535; all documents but two are empty."""
     pack = make_pack((3, *[0] * 70_000, 4), "bf16_k64", HV=1, **FUSED, initial_state=None)
-    nothing = dict.fromkeys(("initial_state", "segment_entry", "final_state", "h", "v_new", "checkpoints"))
+    nothing = dict.fromkeys(("initial_state", "segment_entry", "final_state", "h", "v_new", "checkpoints", "ready"))
     values = scan_values(pack, run_prepare(pack)) | nothing | {"checkpoint_chunks": 0}
     found, expected = poisoned(7, 1, 64, dtype=torch.bfloat16), poisoned(7, 1, 64, dtype=torch.bfloat16)
     launcher("chunk_scan", pack.variant, values | {"o": found}, {"o": found})

@@ -63,7 +63,7 @@ def run_grad_scan(pack: Pack, tiles, *, launcher, heads=None, dfinal_state="rand
     outputs["dinitial_state"] = poisoned(len(pack.lengths), pack.HV, K, K)
     if dfinal_state == "random":
         dfinal_state = states(pack, len(pack.lengths))
-    absent = dict.fromkeys(("checkpoints", "segment_dexit")) | {"checkpoint_chunks": 1}
+    absent = dict.fromkeys(("checkpoints", "segment_dexit", "ready")) | {"checkpoint_chunks": 1}
     values = absent | scan_values(pack, tiles, heads) | do_values(pack) | outputs
     values |= {"dfinal_state": dfinal_state} | given
     launcher("grad_scan", pack.variant, values, outputs)
@@ -83,7 +83,8 @@ def run(launcher):
 def run_scan(pack: Pack, tiles, *, launcher=launch_on_device, **given):
     """All that chunk_scan keeps: h, v_new and checkpoints."""
     outputs = scan_outputs(pack, pack.HV, given.get("checkpoint_chunks", 1))
-    values = scan_values(pack, tiles) | {"initial_state": pack.initial_state, "segment_entry": None} | outputs
+    edges = dict.fromkeys(("segment_entry", "ready")) | {"initial_state": pack.initial_state}
+    values = scan_values(pack, tiles) | edges | outputs
     launcher("chunk_scan", pack.variant, values | {"checkpoint_chunks": 1} | given, outputs)
     return outputs
 
@@ -308,7 +309,9 @@ def test_D_of_a_summary_has_the_bits_of_a_scan_from_zero(launcher):
     as_documents[:, 0] = torch.arange(rows)
     cut = replace(pack, tables=replace(pack.tables, segment_table=as_documents))
     dinitial_state = poisoned(rows, pack.HV, 128, 128)
-    nothing = dict.fromkeys(("checkpoints", "segment_dexit", "dfinal_state", "h", "v_new")) | {"checkpoint_chunks": 1}
+    nothing = dict.fromkeys(("checkpoints", "segment_dexit", "dfinal_state", "h", "v_new", "ready")) | {
+        "checkpoint_chunks": 1
+    }
     values = scan_values(cut, tiles) | do_values(cut) | nothing | {"dinitial_state": dinitial_state}
     values["dS"] = poisoned(pack.HV, pack.tables.num_chunks, 128, 128, dtype=torch.bfloat16)
     values["z"] = poisoned(*pack.gradient_tile(pack.HV), dtype=torch.bfloat16)
@@ -328,7 +331,7 @@ def test_absent_tensors_change_no_bit(run):
 def test_more_segments_than_a_grid_has_rows(launcher):
     """grid.y and grid.z stop at 65,535; all documents but two are empty."""
     pack = make_pack((3, *[0] * 70_000, 4), "bf16_k64", HV=1, **FUSED, initial_state=None)
-    nothing = dict.fromkeys(("dfinal_state", "segment_dexit", "dinitial_state", "checkpoints", "h", "v_new"))
+    nothing = dict.fromkeys(("dfinal_state", "segment_dexit", "dinitial_state", "checkpoints", "h", "v_new", "ready"))
     values = scan_values(pack, run_prepare(pack)) | do_values(pack) | nothing | {"checkpoint_chunks": 0}
     shapes = {"dS": (1, 2, 64, 64), "z": pack.gradient_tile(1)}
     found, expected = ({n: poisoned(*shape, dtype=torch.bfloat16) for n, shape in shapes.items()} for _ in range(2))

@@ -33,10 +33,10 @@ def blocks(monkeypatch):
     return seen
 
 
-def launch(recorder: Recorder, *operands) -> None:
+def launch(recorder: Recorder, *operands, is_beside: bool = False) -> None:
     addresses = [None if one is None else one.data_ptr() for one in operands]
     addresses += [None] * (len(POINTERS) - len(operands))
-    recorder.launch(RECORD, "a test", dict(zip(POINTERS, addresses)) | NUMBERS, CPU)
+    recorder.launch(RECORD, "a test", dict(zip(POINTERS, addresses)) | NUMBERS, CPU, is_beside=is_beside)
 
 
 def test_addresses_of_a_run(blocks):
@@ -103,6 +103,16 @@ def test_scratch_shares_places_but_never_in_one_launch(data):
                 assert offsets[n] + sizes[n] <= offsets[m] or offsets[m] + sizes[m] <= offsets[n]
     largest = max(sum(-(-sizes[n] // ALIGNMENT) * ALIGNMENT for n in set(numbers)) for numbers in launches)
     assert max(offsets[n] + sizes[n] for n in used) >= largest - ALIGNMENT
+
+
+def test_scratch_of_a_launch_that_begins_beside_another_is_not_the_others():
+    recorder = Recorder(CPU, 0)
+    first, both, second, third = (recorder.empty((1000,), torch.uint8, CPU) for _ in range(4))
+    launch(recorder, first, both)
+    launch(recorder, both, second, is_beside=True)
+    launch(recorder, third)
+    offsets = recorder._shared(range(4))
+    assert len({offsets[0], offsets[1], offsets[2]}) == 3 and offsets[3] in (offsets[0], offsets[1], offsets[2])
 
 
 @pytest.mark.parametrize("shape", [(), (5,), (2, 3, 4), (2, 0, 4)])

@@ -7,7 +7,7 @@ import pytest
 
 from cake_kda_jit.errors import UnsupportedProblemError
 from cake_kda_jit.ops.problem import AttentionProblem
-from cake_kda_jit.ops.select import select_attention, select_walk
+from cake_kda_jit.ops.select import Following, ScanSizes, select_attention, select_following, select_walk
 
 
 def test_reason_and_record():
@@ -24,6 +24,34 @@ def test_what_no_record_solves_is_refused_with_what_there_is():
 def test_a_forced_family_that_cannot_run_raises():
     with pytest.raises(UnsupportedProblemError, match="family 'sm90' cannot run on x86_64_v3; it has cpu"):
         select_attention("chunk_prepare", AttentionProblem("x86_64_v3", "bf16", 2, 4, 128), "sm90")
+
+
+H200 = AttentionProblem("sm_90a", "bf16", 32, 32, 128)
+K64 = AttentionProblem("sm_90a", "bf16", 32, 32, 64)
+B200 = AttentionProblem("sm_100a", "bf16", 32, 32, 128)
+HOST = AttentionProblem("x86_64_v3", "bf16", 32, 32, 128)
+
+
+@pytest.mark.parametrize(
+    ("problem", "family", "scan", "sizes", "expected"),
+    [
+        (H200, None, "chunk_scan", (1, 128, 32, 132), Following(64, 1128)),
+        (H200, None, "chunk_scan, kept", (1, 128, 32, 132), Following(64, 0)),
+        (H200, None, "chunk_scan", (1, 128, 33, 132), Following(66, 1344)),
+        (H200, None, "chunk_scan", (1, 128, 16, 132), Following(32, 0)),
+        (H200, None, "grad_scan", (1, 129, 33, 132), Following(66, 64, from_last=True)),
+        (H200, None, "chunk_scan", (1, 128, 34, 132), None),  # CTAs for more than half of the processors
+        (H200, None, "chunk_scan", (1, 128, 32, 114), None),
+        (H200, None, "chunk_scan", (2, 128, 16, 132), None),  # the second segment would wait for the first one's tiles
+        (H200, None, "chunk_scan", (1, 32, 32, 132), None),  # four tiles for each CTA of chunk_prepare: too few
+        (H200, "smxx", "chunk_scan", (1, 128, 32, 132), None),
+        (K64, None, "grad_scan", (1, 128, 32, 132), None),  # no chunk_prepare of sm90
+        (B200, None, "chunk_scan", (1, 128, 32, 148), None),
+        (HOST, None, "chunk_scan", (1, 128, 32, 132), None),
+    ],
+)
+def test_scans_that_begin_beside_chunk_prepare(problem, family, scan, sizes, expected):
+    assert select_following(problem, family, scan, ScanSizes(*sizes)) == expected
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,7 @@ def run_scan(pack: Pack, tiles: dict[str, Tensor], *, checkpoint_chunks=1, segme
     values = scan_values(pack, tiles) | {
         "initial_state": pack.initial_state,
         "segment_entry": segment_entry,
+        "ready": None,
         "checkpoint_chunks": checkpoint_chunks,
     }
     launch(record_of("chunk_scan", pack.variant), values | outputs)
@@ -62,7 +63,7 @@ def run_grad_scan(pack: Pack, tiles: dict[str, Tensor], heads=None, num_threads=
         names |= {"h": state_tile, "v_new": pack.value_tile(HB)}
     outputs = {name: poisoned(*shape, dtype=pack.tile_dtype) for name, shape in names.items()}
     outputs["dinitial_state"] = poisoned(len(pack.lengths), pack.HV, K, K)
-    absent = dict.fromkeys(("checkpoints", "h", "v_new", "dfinal_state", "segment_dexit"))
+    absent = dict.fromkeys(("checkpoints", "h", "v_new", "dfinal_state", "segment_dexit", "ready"))
     values = absent | scan_values(pack, tiles, heads, num_threads) | do_values(pack) | {"checkpoint_chunks": 1}
     launch(record_of("grad_scan", pack.variant), values | outputs | given)
     return outputs

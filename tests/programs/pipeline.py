@@ -278,11 +278,15 @@ def make_tiles(pack: Pack, num_heads: int) -> dict[str, Tensor]:
     return tiles | {"decay_total": poisoned(num_heads, chunks, pack.K)}
 
 
+BEHIND = {"ready": None, "num_followers": 0, "num_ahead": 0, "from_last": 0}
+"""Fields of chunk_prepare where no scan begins beside it."""
+
+
 def run_prepare(pack: Pack, heads=None, num_threads=2, **replaced) -> dict[str, Tensor]:
     """Launch chunk_prepare; returns its tiles, those that ``replaced`` sets to None left out."""
     tiles = make_tiles(pack, (heads or (0, pack.HV))[1])
     tables = {"chunk_table": pack.tables.chunk_table, "num_chunks": pack.tables.num_chunks}
-    values = block_values(pack, heads, num_threads) | gate_values(pack) | tables | tiles | replaced
+    values = block_values(pack, heads, num_threads) | gate_values(pack) | BEHIND | tables | tiles | replaced
     launch(record_of("chunk_prepare", pack.variant), values)
     return {name: tile for name, tile in tiles.items() if values[name] is not None}
 

@@ -11,6 +11,7 @@ from cake_kda_jit.errors import UnsupportedProblemError
 
 from .pipeline import (
     BAD_BLOCKS,
+    BEHIND,
     FUSED,
     TILE_NAMES,
     Pack,
@@ -180,6 +181,7 @@ BAD = BAD_BLOCKS | {
     "gate form": ({"gate_form": 3}, "gate_form is 3"),
     "no A_log": ({"gate_form": 1, "A_log": None}, "A_log is null; the softplus gate"),
     "bound": ({"lower_bound": -6.0}, "lower_bound is -6"),
+    "ready": ({"ready": torch.zeros(10, dtype=torch.int32)}, "ready is given; only the sm90 family"),
 }
 
 
@@ -188,7 +190,7 @@ def test_bad_arguments_are_refused(case):
     change, message = BAD[case]
     pack = make_pack((70,), H=2, HV=4, **FUSED)
     tables = {"chunk_table": pack.tables.chunk_table, "num_chunks": 2}
-    values = block_values(pack, None) | gate_values(pack) | tables | make_tiles(pack, 4)
+    values = block_values(pack, None) | gate_values(pack) | BEHIND | tables | make_tiles(pack, 4)
     with pytest.raises(UnsupportedProblemError, match=message):
         launch(record_of("chunk_prepare", pack.variant), values | change)
 

@@ -52,7 +52,7 @@ def scan_outputs(pack: Pack, num_heads: int, checkpoint_chunks: int) -> dict[str
 def run_scan(pack: Pack, tiles, *, heads=None, num_threads=2, checkpoint_chunks=2, segment_entry=None, **replaced):
     """Launch chunk_scan; returns its outputs, those that ``replaced`` sets to None left out."""
     outputs = scan_outputs(pack, (heads or (0, pack.HV))[1], max(checkpoint_chunks, 1))
-    states = {"initial_state": pack.initial_state, "segment_entry": segment_entry}
+    states = {"initial_state": pack.initial_state, "segment_entry": segment_entry, "ready": None}
     values = scan_values(pack, tiles, heads, num_threads) | outputs | states
     values |= {"checkpoint_chunks": checkpoint_chunks} | replaced
     launch(record_of("chunk_scan", pack.variant), values)
