@@ -26,12 +26,14 @@ _SCALAR_KINDS = {
     "i32": ("i", 4, "int32_t"),
     "f32": ("f", 4, "float"),
 }
-_STRIDES = re.compile(r"strides\((\d+)\)")
+_ARRAY = re.compile(r"(strides|ptr|i64|i32)\((\d+)\)")
 
 
 @dataclass(frozen=True)
 class Field:
-    """One member of an argument block: ``kind`` is ptr, i64, i32, f32, f64 or ``strides(n)`` (n int64).
+    """One member of an argument block: ``kind`` is ptr, i64, i32, f32, f64, or an array of n of them.
+
+    Arrays are ``strides(n)`` (n int64), ``ptr(n)``, ``i64(n)`` and ``i32(n)``.
 
     ``doc`` says shape, dtype and unit, and stands as a comment in the rendered source.
     """
@@ -42,19 +44,26 @@ class Field:
 
     @property
     def count(self) -> int:
-        """Number of scalars: n for ``strides(n)``, else 1."""
-        match = _STRIDES.fullmatch(self.kind)
-        return int(match.group(1)) if match else 1
+        """Number of scalars: n for an array of n, else 1."""
+        match = _ARRAY.fullmatch(self.kind)
+        return int(match.group(2)) if match else 1
 
     @property
     def is_array(self) -> bool:
-        """Whether the value is a sequence of ``count`` integers."""
-        return _STRIDES.fullmatch(self.kind) is not None
+        """Whether the value is a sequence of ``count`` integers; a null pointer in one is 0."""
+        return _ARRAY.fullmatch(self.kind) is not None
+
+    @property
+    def is_pointer(self) -> bool:
+        """Whether it is a pointer, or an array of them."""
+        return self.kind == "ptr" or self.kind.startswith("ptr(")
 
     @property
     def scalar(self) -> tuple[str, int, str]:
         """The ``struct`` code, the size in bytes and the C++ type of one scalar."""
-        return _SCALAR_KINDS["i64" if self.is_array else self.kind]
+        match = _ARRAY.fullmatch(self.kind)
+        kind = match.group(1) if match else self.kind
+        return _SCALAR_KINDS["i64" if kind == "strides" else kind]
 
     @property
     def declaration(self) -> str:
@@ -83,10 +92,10 @@ class Entry:
             raise ValueError(f"fields must stand in decreasing size; got {[f.name for f in self.fields]}")
         if len({f.name for f in self.fields}) != len(self.fields):
             raise ValueError("two fields have one name")
-        kinds = [f.kind == "ptr" for f in self.fields]
+        kinds = [f.is_pointer for f in self.fields]
         if kinds != sorted(kinds, reverse=True):
             raise ValueError(f"pointers must stand before all other fields; got {[f.name for f in self.fields]}")
-        object.__setattr__(self, "num_pointers", sum(kinds))
+        object.__setattr__(self, "num_pointers", sum(f.count for f in self.fields if f.is_pointer))
         codes = "".join(f.scalar[0] * f.count for f in self.fields)
         padding = -struct.calcsize("=" + codes) % 8
         object.__setattr__(self, "_packer", struct.Struct("=" + codes + "x" * padding))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+
 import pytest
 
 from cake_kda_jit.catalog import registry
@@ -17,6 +19,14 @@ def test_packing_follows_the_offsets():
     assert block == bytes(8) + (3).to_bytes(8, "little") + b"\xff" * 8 + b"\0\0\0\0\0\0\xe0\x3f" + b"\7\0\0\0" + bytes(
         4
     )
+
+
+def test_arrays_are_packed_in_order_and_count_as_their_scalars():
+    entry = Entry((Field("a", "ptr(2)"), Field("b", "ptr"), Field("n", "i64(2)"), Field("m", "i32(3)")))
+    assert (entry.num_pointers, entry.size) == (3, 56)  # 3 * 8 + 2 * 8 + 3 * 4, rounded up to 8
+    assert [field.declaration for field in entry.fields] == ["void* a[2]", "void* b", "int64_t n[2]", "int32_t m[3]"]
+    block = entry.pack({"a": (1, 0), "b": None, "n": (2, -1), "m": (3, 4, 5)})
+    assert block == struct.pack("=qqqqqiiixxxx", 1, 0, 0, 2, -1, 3, 4, 5)
 
 
 @pytest.mark.parametrize("values, message", [({}, "missing"), ({"a": 1, "b": 2}, "unknown arguments \\['b'\\]")])

@@ -1,38 +1,46 @@
 """The host's time per call: from a call to its return, nothing waited for, a few calls one behind the other.
 
-Run ``python -m cake_kda_jit.bench host [--device cuda] [--tokens 4096] [--heads 32] [--compile] [--json FILE]``. On a
-CUDA device a call returns when its launches are queued, so this is what Python and torch cost; a layer whose kernels
-take less waits for its host. Each run begins with an idle device and is a burst of calls, few enough that the device's
-queue takes all of them, behind one that is not counted: a call behind a synchronisation finds a processor that has just
-been asleep. On a CPU the kernels themselves are in it: few tokens and heads there.
+Run ``python -m cake_kda_jit.bench host [--device cuda] [--tokens 4096] [--heads 32] [--compile] [--peers fla]
+[--json FILE]``.
+
+On a CUDA device a call returns when its launches are queued, so this is what Python and torch cost; a layer whose
+kernels take less waits for its host. Each run begins with an idle device and is a burst of calls, few enough that the
+device's queue takes all of them, behind one that is not counted: a call behind a synchronisation finds a processor that
+has just been asleep. On a CPU the kernels themselves are in it: few tokens and heads there.
 
 Beside the calls stands what torch alone takes on that host: an allocation, an empty node of autograd and its backward,
 which on a CUDA device wakes another thread, and the layer's nine projections. On a CUDA device the layer stands there
 in CUDA graphs too. With ``--compile`` it is also compiled, which takes some ten seconds before the first row.
+
+Two rows say what of the layer's time is spent here and not in torch. *Outside of functional.linear* is a forward less
+what its nine projections take inside ``torch.nn.functional.linear``. *Inside its nodes* is what a backward takes from
+the entry of a node of autograd written in Python to its exit; the rest are the engine, its thread, and the gradients of
+the projections, which are torch's own. The clocks themselves are in both. ``--peers fla`` adds the same rows of a layer
+of flash-linear-attention's parts (``host_peers``).
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from ..layers import KimiDeltaAttention
 from ..ops.api import causal_conv1d, chunk_kda
 from ..ops.plan import Plan, make_plan
-from .core import Row, Times, machine, print_table, write_report
+from .core import Row, machine, print_table, write_report
 from .host_graphs import GRAPHED, make_graph_calls
+from .host_peers import measure_fla
+from .host_timing import Differentiated, measure_shares, time_backward, timed
+from .peers import names_of
 
 HEAD_DIM = 128
 WHAT = "host time per call"
-WARMUP = 5
-BACKWARD_BURST = 4  # what several forwards keep must fit the device
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "f_a_proj", "f_b_proj", "b_proj", "g_a_proj", "g_b_proj", "o_proj")
 
 
@@ -81,8 +89,9 @@ def make_calls(setting: Setting) -> tuple[dict[str, Callable[[], object]], dict[
     size = (1, tokens, setting.num_heads, HEAD_DIM)
     q, k, v, g = (torch.randn(size, device=device).bfloat16().requires_grad_() for _ in range(4))
     beta = torch.randn(size[:3], device=device).bfloat16().requires_grad_()
-    channels = q.flatten(2).detach().requires_grad_()
+    channels, gate = (q.flatten(2).detach().clone().requires_grad_() for _ in range(2))
     weight = layer.q_conv1d.weight.detach().squeeze(1).requires_grad_()
+    weights = [getattr(layer, name).weight for name in PROJECTIONS]
     inner = torch.randn(1, tokens, HEAD_DIM, device=device, dtype=torch.bfloat16)
 
     def attention() -> torch.Tensor:
@@ -96,12 +105,12 @@ def make_calls(setting: Setting) -> tuple[dict[str, Callable[[], object]], dict[
             return attention()
 
     def projections() -> list[torch.Tensor]:
-        modules = [getattr(layer, name) for name in PROJECTIONS]
-        return [one({HEAD_DIM: inner, x.shape[2]: x}.get(one.in_features, channels)) for one in modules]
+        given = {HEAD_DIM: inner, x.shape[2]: x}
+        return [functional.linear(given.get(weight.shape[1], channels), weight) for weight in weights]
 
     def between_projections() -> torch.Tensor:
-        o = layer.attend([channels] * 3, (channels, beta), plan=plan)
-        return layer.o_norm(o, channels)
+        given = (*[channels] * 4, beta, layer.A_log, layer.dt_bias, gate)
+        return layer.between_projections(given, is_plain=True, plan=plan)
 
     calls = {
         "torch.empty": lambda: torch.empty(size, dtype=torch.bfloat16, device=device),
@@ -111,7 +120,7 @@ def make_calls(setting: Setting) -> tuple[dict[str, Callable[[], object]], dict[
         "causal_conv1d": lambda: causal_conv1d(channels, weight, plan=plan)[0],
         "the layer": lambda: layer(x, plan=plan),
         "the layer between its projections": between_projections,
-        "the layer's norm and gate": lambda: layer.o_norm(q, channels),
+        "its norm and gate alone": lambda: layer.o_norm(q, gate),
         "the layer's nine projections alone": projections,
         "plan.update": lambda: setting.capacity.update(plan.cu_seqlens),
         "make_plan": lambda: make_plan(
@@ -124,9 +133,9 @@ def make_calls(setting: Setting) -> tuple[dict[str, Callable[[], object]], dict[
         "chunk_kda": [q, k, v, g, beta, layer.A_log, layer.dt_bias],
         "causal_conv1d": [channels, weight],
         "the layer": [x, *layer.parameters()],
-        "the layer between its projections": [channels, beta, *own],
-        "the layer's norm and gate": [q, channels, layer.o_norm.weight],
-        "the layer's nine projections alone": [x, *(getattr(layer, name).weight for name in PROJECTIONS)],
+        "the layer between its projections": [channels, beta, gate, *own],
+        "its norm and gate alone": [q, gate, layer.o_norm.weight],
+        "the layer's nine projections alone": [x, *weights],
     }
     return calls, leaves
 
@@ -143,28 +152,6 @@ def add_other_forms(setting: Setting, calls: dict, leaves: dict, *, compiles: bo
         leaves["the layer, compiled"] = leaves["the layer"]
 
 
-def timed(
-    call: Callable[[object], object],
-    device: torch.device,
-    runs: int,
-    burst: int,
-    prepare: Callable[[], object] = lambda: None,
-) -> Times:
-    """Return milliseconds per ``call(prepare())`` until it returns, without those of ``prepare``, over bursts."""
-    found = []
-    for _ in range(WARMUP + runs):
-        first, *prepared = [prepare() for _ in range(1 + burst)]
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        call(first)
-        began = time.perf_counter()
-        for one in prepared:
-            call(one)
-        found.append(1e3 * (time.perf_counter() - began) / burst)
-    kept = found[WARMUP:]
-    return Times(statistics.median(kept), min(kept), max(kept), runs)
-
-
 def measure_host(
     setting: Setting, runs: int, burst: int, case: str, *, with_backward: bool, compiles: bool = False
 ) -> list[Row]:
@@ -177,22 +164,13 @@ def measure_host(
         nn.Module.requires_grad_(setting.layer, False)
         setting.x.requires_grad_(False)
         del calls["chunk_kda"], calls["a node of autograd"]
-    rows = []
-    for name, call in calls.items():
-        rows.append(Row(case, name, "cake_kda_jit", timed(lambda _, call=call: call(), device, runs, burst)))
+    found = {name: timed(lambda _, call=call: call(), device, runs, burst) for name, call in calls.items()}
+    layer = Differentiated(calls["the layer"], leaves["the layer"])
+    shares = measure_shares(layer, device, runs, burst, with_backward=with_backward)
+    found |= {f"the layer{share}": times for share, times in shares.items()}
     for name, inputs in leaves.items() if with_backward else ():
-        directions = [torch.ones_like(o) for o in _listed(calls[name]())]
-
-        def backward(o: object, inputs: list = inputs, directions: list = directions) -> None:
-            torch.autograd.grad(_listed(o), inputs, directions)
-
-        spent = timed(backward, device, runs, BACKWARD_BURST, calls[name])
-        rows.append(Row(case, f"{name}, backward", "cake_kda_jit", spent))
-    return rows
-
-
-def _listed(outputs: torch.Tensor | list[torch.Tensor]) -> list[torch.Tensor]:
-    return outputs if isinstance(outputs, list) else [outputs]
+        found[f"{name}, backward"] = time_backward(Differentiated(calls[name], inputs), device, runs)
+    return [Row(case, name, "cake_kda_jit", times) for name, times in found.items()]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -206,8 +184,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--burst", type=int, default=10, help="calls per run")
     parser.add_argument("--forward-only", action="store_true", help="where no record has a gradient")
     parser.add_argument("--compile", action="store_true", help="the compiled layer too")
+    parser.add_argument("--peers", default="", help="fla: a layer of its parts too, on kernels that do nothing")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args(argv)
+    peers = names_of(parser, arguments.peers, ("fla",))
     device = torch.device(arguments.device)
     setting = make_setting(arguments.tokens, arguments.heads, arguments.hidden, device)
     case = f"T {arguments.tokens}, H {arguments.heads}, hidden {arguments.hidden}"
@@ -215,6 +195,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = measure_host(
         setting, arguments.runs, arguments.burst, case, with_backward=with_backward, compiles=arguments.compile
     )
+    if peers:
+        rows += measure_fla(setting.plan, setting.x, arguments.runs, arguments.burst, case)
     if arguments.json is not None:
         write_report(arguments.json, WHAT, "cake_kda_jit.bench.host", device, rows)
     bursts = f"{arguments.runs} runs of {arguments.burst} calls"

@@ -23,12 +23,12 @@ RECORDED = data_dir() / "docs" / "measurements" / "peers_recorded.json"
 FORWARD, STEP = "forward", "forward and backward"
 
 
-def names_of(parser: argparse.ArgumentParser, text: str) -> list[str]:
-    """Return the peers that ``--peers`` names, with commas between; ends the program for one that is unknown."""
+def names_of(parser: argparse.ArgumentParser, text: str, known: Collection[str] = tuple(PACKAGES)) -> list[str]:
+    """Return the peers that ``--peers`` names, with commas between; ends the program for one that is not ``known``."""
     names = [name for name in text.split(",") if name]
-    unknown = sorted(set(names) - PACKAGES.keys())
+    unknown = sorted(set(names) - set(known))
     if unknown:
-        parser.error(f"--peers names {', '.join(unknown)}; there are {', '.join(PACKAGES)}")
+        parser.error(f"--peers names {', '.join(unknown)}; there are {', '.join(known)}")
     return names
 
 

@@ -11,12 +11,11 @@ from torch import Tensor, nn
 
 from ..errors import UnsupportedProblemError
 from ..ops.api import chunk_kda
-from ..ops.calls import is_eager
-from ..ops.convolved import convolved_attention
-from ..ops.parallel import ParallelContext
+from ..ops.between import between_projections
+from ..ops.parallel import ParallelContext, short_convolutions
 from ..ops.plan import Plan
 from ..ops.problem import KdaOptions
-from .parts import GatedRMSNorm, ShortConvolution, is_bare, project
+from .parts import GatedRMSNorm, ShortConvolution, bare_weight, call, calls_are_plain, project
 
 
 class KimiDeltaAttention(nn.Module):
@@ -121,44 +120,55 @@ class KimiDeltaAttention(nn.Module):
         layers of a step share, or by a ``cp_context`` whose ranks hold the pack's fragments; without any, each batch
         row is a document. ``options`` as in ``chunk_kda``.
         """
-        self._check_gate_dtype()
-        projections = self._projections()
-        rows = [self._for_kernels(projections(name, x)) for name in ("q_proj", "k_proj", "v_proj")]
-        logits = self._gate_logits(projections, "f", x), projections("b_proj", x)
-        o = self.attend(rows, logits, cu_seqlens=cu_seqlens, plan=plan, cp_context=cp_context, options=options)
-        return projections("o_proj", self.o_norm(o, self._gate_logits(projections, "g", x)))
+        A_log, dt_bias = self.A_log, self.dt_bias
+        _check_gate_dtype(A_log=A_log, dt_bias=dt_bias)
+        is_plain = calls_are_plain()
+        linear, modules = project if is_plain else call, self._modules
+        rows = [linear(modules[name], x) for name in ("q_proj", "k_proj", "v_proj")]
+        if self.kernel_dtype is not None:
+            rows = [one.to(self.kernel_dtype) for one in rows]
+        logits = self._gate_logits(linear, "f", x), linear(modules["b_proj"], x)
+        given = (*rows, *logits, A_log, dt_bias, self._gate_logits(linear, "g", x))
+        documents = {"cu_seqlens": cu_seqlens, "plan": plan, "cp_context": cp_context}
+        y = self.between_projections(given, is_plain=is_plain, options=options, **documents)
+        return linear(modules["o_proj"], y)
 
-    def attend(
+    def between_projections(
         self,
-        rows: list[Tensor],
-        logits: tuple[Tensor, Tensor],
+        given: tuple[Tensor, ...],
         *,
+        is_plain: bool,
         cu_seqlens: Tensor | None = None,
         plan: Plan | None = None,
         cp_context: ParallelContext | None = None,
         options: KdaOptions | None = None,
     ) -> Tensor:
-        """Return o ``[B, T, HV, V]`` of what the projections give: q, k and v, and the logits of decay and beta.
+        """Return ``[B, T, HV * V]``, what the last projection takes, of what the others give.
 
-        Documents as in ``forward``. In eager mode, and without hooks, convolutions and attention are one call.
+        ``given`` are what becomes q, k and v, the logits of decay and beta, A_log, dt_bias, and the logits of the
+        output gate. Documents as in ``forward``. If ``is_plain``, which is ``calls_are_plain()``, and none of the
+        modules has hooks, it is one call and one node of autograd.
         """
-        documents = {"cu_seqlens": cu_seqlens, "plan": plan, "cp_context": cp_context}
-        convolutions = [self._modules[name] for name in ("q_conv1d", "k_conv1d", "v_conv1d")]
-        if cu_seqlens is None and cp_context is None and is_eager():
-            if all([is_bare(one, ShortConvolution) for one in convolutions]):
-                weights = [one._parameters["weight"] for one in convolutions]
-                o = convolved_attention(
-                    (*rows, *weights, *logits, self.A_log, self.dt_bias),
+        modules = self._modules
+        convolutions, norm = [modules[name] for name in ("q_conv1d", "k_conv1d", "v_conv1d")], modules["o_norm"]
+        if is_plain and cu_seqlens is None and cp_context is None:
+            weights = [bare_weight(one, ShortConvolution) for one in convolutions]
+            norm_weight = bare_weight(norm, GatedRMSNorm)
+            if norm_weight is not None and all([weight is not None for weight in weights]):
+                y = between_projections(
+                    (*given[:3], *weights, *given[3:], norm_weight),
                     self.head_dim,
+                    norm.eps,
                     plan=plan,
                     lower_bound=self.lower_bound,
                     allow_neg_eigval=self.allow_neg_eigval,
                     options=options,
                 )
-                if o is not None:
-                    return o
-        q, k, v = (one(x, **documents) for one, x in zip(convolutions, rows))
-        decay, beta = logits
+                if y is not None:
+                    return y
+        documents = {"cu_seqlens": cu_seqlens, "plan": plan, "cp_context": cp_context}
+        q, k, v = self._convolve(convolutions, given[:3], is_plain, documents)
+        decay, beta, A_log, dt_bias, gate = given[3:]
         o, _ = chunk_kda(
             self._heads(q),
             self._heads(k),
@@ -170,40 +180,34 @@ class KimiDeltaAttention(nn.Module):
             use_beta_sigmoid_in_kernel=True,
             allow_neg_eigval=self.allow_neg_eigval,
             lower_bound=self.lower_bound,
-            A_log=self.A_log,
-            dt_bias=self.dt_bias,
+            A_log=A_log,
+            dt_bias=dt_bias,
             options=options,
             **documents,
         )
-        return o
+        return norm(o, gate)
 
-    def _projections(self) -> Callable[[str, Tensor], Tensor]:
-        """Return how a projection is called by name. In eager mode a bare one is called without ``nn.Module``."""
-        modules = self._modules
-        if is_eager():
-            return lambda name, x: project(modules[name], x)
-        return lambda name, x: modules[name](x)
+    def _convolve(
+        self, convolutions: list[nn.Module], rows: tuple[Tensor, ...], is_plain: bool, documents: dict[str, Any]
+    ) -> tuple[Tensor, ...]:
+        """Return q, k and v convolved. If ``is_plain``, and without hooks, ranks exchange for all three at once."""
+        if is_plain and documents["cp_context"] is not None:
+            weights = [bare_weight(one, ShortConvolution) for one in convolutions]
+            if all([weight is not None for weight in weights]):
+                found = short_convolutions(rows, [weight.squeeze(1) for weight in weights], **documents)
+                if found is not None:
+                    return found
+        return tuple(one(x, **documents) for one, x in zip(convolutions, rows))
 
-    def _gate_logits(self, projections: Callable[[str, Tensor], Tensor], name: str, x: Tensor) -> Tensor:
+    def _gate_logits(self, linear: Callable[[nn.Module, Tensor], Tensor], name: str, x: Tensor) -> Tensor:
         """Return the logits of the decay (f) or of the output gate (g)."""
+        modules = self._modules
         if self.low_rank_gate:
-            return projections(f"{name}_b_proj", projections(f"{name}_a_proj", x))
-        return projections(f"{name}_proj", x)
-
-    def _check_gate_dtype(self) -> None:
-        for name, parameter in (("A_log", self.A_log), ("dt_bias", self.dt_bias)):
-            if parameter.dtype != torch.float32:
-                raise UnsupportedProblemError(
-                    f"{name} arrived in the layer as {parameter.dtype}; it must stay torch.float32. Under FSDP2 shard "
-                    "list(layer.children()) with the low precision and then the layer itself with "
-                    "MixedPrecisionPolicy(cast_forward_inputs=False), which leaves A_log and dt_bias as they are"
-                )
+            return linear(modules[f"{name}_b_proj"], linear(modules[f"{name}_a_proj"], x))
+        return linear(modules[f"{name}_proj"], x)
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim))
-
-    def _for_kernels(self, x: Tensor) -> Tensor:
-        return x if self.kernel_dtype is None else x.to(self.kernel_dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Move or cast all tensors, except that the gate's parameters and their gradients are only moved."""
@@ -222,3 +226,13 @@ def _flatten_published_A_log(module: nn.Module, state_dict: dict[str, Any], pref
     key = prefix + "A_log"
     if key in state_dict and state_dict[key].dim() != 1:
         state_dict[key] = state_dict[key].flatten()
+
+
+def _check_gate_dtype(**parameters: Tensor) -> None:
+    for name, parameter in parameters.items():
+        if parameter.dtype != torch.float32:
+            raise UnsupportedProblemError(
+                f"{name} arrived in the layer as {parameter.dtype}; it must stay torch.float32. Under FSDP2 shard "
+                "list(layer.children()) with the low precision and then the layer itself with "
+                "MixedPrecisionPolicy(cast_forward_inputs=False), which leaves A_log and dt_bias as they are"
+            )

@@ -7,6 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..ops.api import causal_conv1d
+from ..ops.calls import is_eager
+from ..ops.gated import gated_rms_norm
 from ..ops.parallel import ParallelContext
 from ..ops.plan import Plan
 
@@ -43,7 +45,10 @@ class ShortConvolution(nn.Module):
 
 
 class GatedRMSNorm(nn.Module):
-    """``x / rms(x) * weight * sigmoid(gate)`` over the last axis, in the gate's dtype; ``weight`` is ``[D]``."""
+    """``x / rms(x) * weight * sigmoid(gate)`` over the last axis, in the gate's dtype; ``weight`` is ``[D]``.
+
+    D is 64 or 128. Computed in fp32 and rounded once.
+    """
 
     def __init__(self, num_channels: int, eps: float = 1e-5) -> None:
         super().__init__()
@@ -56,52 +61,47 @@ class GatedRMSNorm(nn.Module):
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Norm x ``[..., D]`` and gate it with ``gate`` of the same shape, or with the last two dimensions as one.
+        """Norm x ``[T, HV, D]`` or ``[B, T, HV, D]`` and gate it.
 
-        The result has the gate's dtype and shape.
+        ``gate`` has the same shape, or the last two dimensions as one. The result has its dtype and shape.
         """
-        dtype, weight = gate.dtype, self.weight
-        if x.dtype != dtype:
-            x = x.to(dtype)
-        if weight.dtype != dtype:
-            weight = weight.to(dtype)
-        normed = functional.rms_norm(x, weight.shape, weight, self.eps)
-        if gate.dim() < x.dim():
-            normed = normed.flatten(-2)
-        gated = normed * gate.sigmoid()
-        return gated if gated.dtype == dtype else gated.to(dtype)  # autocast may norm in fp32
+        return gated_rms_norm(x if x.dtype == gate.dtype else x.to(gate.dtype), gate, self.weight, self.eps)
 
 
-_PARAMETERS = {nn.Linear: {"weight", "bias"}, ShortConvolution: {"weight"}}
+def calls_are_plain() -> bool:
+    """Whether to call a bare module is to call its forward: in eager mode, and without hooks on all modules."""
+    return is_eager() and not torch.nn.modules.module._has_any_global_hook()
 
 
-def is_bare(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether to call a module is to call the forward of ``kind`` on its parameters: no hooks, nothing else in place.
+def bare_weight(module: nn.Module, kind: type[nn.Module]) -> Tensor | None:
+    """Return the weight of a bare module of ``kind``: without hooks, and with nothing else in its forward's place.
 
-    ``kind`` is a key of ``_PARAMETERS``. A weight may also be a plain attribute, which only the module itself finds.
+    None of one that is not bare, and of one whose weight is no parameter but a plain attribute, or has gone.
     """
     own = module.__dict__
-    return (
-        type(module) is kind
-        and own["_parameters"].keys() == _PARAMETERS[kind]
-        and not (
-            own["_forward_hooks"]
-            or own["_forward_pre_hooks"]
-            or own["_backward_hooks"]
-            or own["_backward_pre_hooks"]
-            or "forward" in own
-            or "_compiled_call_impl" in own
-            or torch.nn.modules.module._has_any_global_hook()
-        )
-    )
+    if type(module) is not kind or (
+        own["_forward_hooks"]
+        or own["_forward_pre_hooks"]
+        or own["_backward_hooks"]
+        or own["_backward_pre_hooks"]
+        or "forward" in own
+        or "_compiled_call_impl" in own
+    ):
+        return None
+    return own["_parameters"].get("weight")
 
 
 def project(linear: nn.Module, x: Tensor) -> Tensor:
     """Call a projection. What ``nn.Module`` does around a bare ``nn.Linear`` takes the host as long as its launch.
 
-    Only in eager mode: a compiler sees modules and their hooks itself.
+    Only where ``calls_are_plain``: a compiler sees modules and their hooks itself.
     """
-    if is_bare(linear, nn.Linear):
-        parameters = linear._parameters
-        return functional.linear(x, parameters["weight"], parameters["bias"])
-    return linear(x)
+    weight = bare_weight(linear, nn.Linear)
+    if weight is None or "bias" not in linear._parameters:
+        return linear(x)
+    return functional.linear(x, weight, linear._parameters["bias"])
+
+
+def call(module: nn.Module, x: Tensor) -> Tensor:
+    """Call a projection as a module."""
+    return module(x)

@@ -12,7 +12,7 @@ from .library import OPERATORS, attend, convolve
 from .operations import Attention, Convolution
 from .operators import values_of
 from .pack import check_boundaries
-from .parallel import ParallelContext, check_context
+from .parallel import ParallelContext, attend_parallel, check_context, find_checked, remember_checked
 from .plan import Plan, PlanHeads, plan_of_boundaries
 from .problem import KdaOptions, resolve_options
 from .select import SegmentRule
@@ -72,11 +72,14 @@ def chunk_kda(
         cu_seqlens = cu_seqlens_cpu = None  # the plan has them
     given = (q, k, v, g, beta, A_log, dt_bias, initial_state)
     key = None
-    if cp_context is None and cu_seqlens is None and cu_seqlens_cpu is None and not state_v_first and is_eager():
+    if cu_seqlens is None and cu_seqlens_cpu is None and not state_v_first and is_eager():
         flags = (use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval)
         key = key_of("chunk_kda", plan, given, *flags, output_final_state, scale, lower_bound, options)
-        call = find_call(key)
-        if call is not None:
+        if cp_context is not None:
+            checked = find_checked(cp_context, key)
+            if checked is not None:
+                return attend_parallel(cp_context, given, checked, output_final_state)
+        elif (call := find_call(key)) is not None:
             return call(*given, *(checks.plan_for(q, v, None, None, None) if plan is None else plan).tables)
     checks.check_attention_shapes(q, k, v, g, beta)
     checks.check_tensors(A_log=A_log, dt_bias=dt_bias, initial_state=initial_state)
@@ -108,10 +111,8 @@ def chunk_kda(
         allow_neg_eigval,
     )  # fmt: skip
     if parallel is not None:
-        keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-        o, final_state = parallel.attention(
-            tensors, values_of(transforms), output_final_state=output_final_state, keep=keep
-        )
+        remember_checked(parallel, key, given, tensors, values_of(transforms))
+        o, final_state = attend_parallel(parallel, tensors, values_of(transforms), output_final_state)
     else:
         operation = Attention(pack.num_summaries, pack.has_spare_rows, transforms, resolved, output_final_state)
         tensors = (*tensors, *pack.tables)

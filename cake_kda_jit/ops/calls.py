@@ -11,7 +11,6 @@ operators of ``library`` are called instead, which everybody else in PyTorch can
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from itertools import zip_longest
 
 import torch
 from torch.autograd import forward_ad
@@ -21,7 +20,7 @@ from torch.utils._device import DeviceContext
 from .. import config
 from ..errors import UnsupportedProblemError
 from . import checks
-from .operations import Attention, Convolution, ConvolvedAttention, Operation
+from .operations import Attention, BetweenProjections, Convolution, GatedNorm, Operation
 from .operators import untraced
 from .plan import Plan
 from .recorder import AT_ONCE, Executor, Layout, Recorder, Recording, layout_of
@@ -56,9 +55,9 @@ def _is_mode_of_functions() -> bool:
     return not all(isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
 
 
-def num_threads(device: torch.device) -> int | None:
-    """Return what a key must hold of the threads: cpu kernels are told their number."""
-    return torch.get_num_threads() if device.type == "cpu" else None
+def num_threads(tensor: torch.Tensor) -> int | None:
+    """Return what a key must hold of the threads, for a tensor: cpu kernels are told their number."""
+    return torch.get_num_threads() if tensor.is_cpu else None
 
 
 class Call:
@@ -68,13 +67,16 @@ class Call:
         self.operation = operation
         self.device = tensors[0].device
         self.layouts = tuple(map(layout_of, tensors))
+        self.strides = _strides_of(tensors)
+        self.apply = _APPLY[operation.name]
+        self.absent = (None,) * (len(self.layouts) - operation.num_differentiable)
         self._forwards: dict[bool, Recording] = {}
         self._backwards: dict[Hashable, Recording] = {}
 
     def __call__(self, *tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Run the operation; returns its outputs, with their gradient where one is wanted."""
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
-            return _APPLY[self.operation.name](self, *tensors)
+            return self.apply(self, *tensors)
         outputs, _ = self.forward(keep=False).run(tensors)
         return tuple(outputs)
 
@@ -91,18 +93,19 @@ class Call:
         checks.check_gradients(f"{self.operation.name}_backward", *directions)
         # Hooks on saved tensors, such as those that keep them on the host, may give them back with other strides. What
         # is not as it was becomes contiguous, which a pass always takes.
-        saved = [
-            one if one is None or (layout and one.stride() == layout.strides) else one.contiguous()
-            for one, layout in zip_longest(saved, self.layouts)
-        ]
-        directions = self.operation.complete(saved, directions)
-        strides = tuple([None if one is None else one.stride() for one in saved[: len(self.layouts)]])
+        count = len(self.strides)
+        tensors, kept = saved[:count], [one.contiguous() for one in saved[count:]]
+        strides = _strides_of(tensors)
+        if strides != self.strides:
+            tensors = [one if was == now else one.contiguous() for one, was, now in zip(tensors, self.strides, strides)]
+            strides = _strides_of(tensors)
+        directions = self.operation.complete(tensors, directions)
         layouts = tuple(map(layout_of, directions))
         key = strides, layouts, config.raw(*BACKWARD_KNOBS)
         recording = self._backwards.get(key)
         if recording is None:
             recording = self._backwards[key] = self._record_backward(strides, layouts)
-        outputs, _ = recording.run((*saved, *directions))
+        outputs, _ = recording.run((*tensors, *kept, *directions))
         return outputs
 
     def _record_backward(self, strides: Sequence, directions: Sequence[Layout | None]) -> Recording:
@@ -117,6 +120,10 @@ class Call:
         }
         given = tuple(recorder.tensor(first_direction + number, layout) for number, layout in enumerate(directions))
         return recorder.finish(self.operation.backward(recorder, tensors, kept, given), {})
+
+
+def _strides_of(tensors: Sequence[torch.Tensor | None]) -> tuple[tuple[int, ...] | None, ...]:
+    return tuple([None if one is None else one.stride() for one in tensors])
 
 
 class _Differentiable(torch.autograd.Function):
@@ -135,10 +142,9 @@ class _Differentiable(torch.autograd.Function):
     @untraced
     def backward(ctx, *directions: torch.Tensor | None):
         call, saved = ctx.call, ctx.saved_tensors  # read once: under activation checkpointing a second time is an error
-        absent = [None] * (len(call.layouts) - call.operation.num_differentiable)
         if torch.is_grad_enabled():  # with create_graph
-            return None, *_Refused.apply(call, len(saved), *saved, *directions), *absent
-        return None, *call.gradients(saved, directions), *absent
+            return None, *_Refused.apply(call, len(saved), *saved, *directions), *call.absent
+        return None, *call.gradients(saved, directions), *call.absent
 
 
 class _Refused(torch.autograd.Function):
@@ -156,13 +162,13 @@ class _Refused(torch.autograd.Function):
         )
 
 
-def _node(name: str) -> Callable:
+def node(name: str, function: type[torch.autograd.Function]) -> Callable:
     """Return the ``apply`` of a node of autograd called ``name``, which is what profilers and ``grad_fn`` show."""
     # What Function.apply does first is for transforms of torch.func, which never come here, and takes 3 us.
-    return super(torch.autograd.Function, type(name, (_Differentiable,), {})).apply
+    return super(torch.autograd.Function, type(name, (function,), {})).apply
 
 
-_APPLY = {one.name: _node(one.name) for one in (Attention, Convolution, ConvolvedAttention)}
+_APPLY = {one.name: node(one.name, _Differentiable) for one in (Attention, Convolution, GatedNorm, BetweenProjections)}
 
 _calls: dict[Hashable, Call] = {}
 _recordings: dict[Hashable, Recording] = {}
@@ -178,7 +184,7 @@ def key_of(name: str, plan: Plan | None, tensors: Sequence[torch.Tensor | None],
             for one in tensors
         ]
         sizes = None if plan is None else plan.sizes
-        return name, *layouts, sizes, num_threads(tensors[0].device), *rest, *config.raw(*KNOBS)
+        return name, *layouts, sizes, num_threads(tensors[0]), *rest, *config.raw(*KNOBS)
     except (AttributeError, RuntimeError):  # the latter of a tensor that has no strides
         return None
 
@@ -201,15 +207,23 @@ def make_call(
     dispatcher would carry out, if nothing would be launched, and for a number in a tensor, which may change under its
     key.
     """
-    if key is None or not operation.has_work(tensors) or any(isinstance(part, torch.Tensor) for part in key):
+    if not can_remember(key, given) or not operation.has_work(tensors):
         return None
     if any(one is not other for one, other in zip(given, operation.join(tensors))):
         return None
-    if any(one is not None and (type(one) not in PLAIN or one.is_neg()) for one in given):
-        return None
     call = Call(operation, tensors)
-    _keep(_calls, key, call)
+    remember(_calls, key, call)
     return call
+
+
+def can_remember(key: Hashable, given: Sequence) -> bool:
+    """Whether a key says all of a call's tensors: it is there, holds no tensor, and they are plain."""
+    return key is not None and not any(isinstance(part, torch.Tensor) for part in key) and are_plain(given)
+
+
+def are_plain(tensors: Sequence) -> bool:
+    """Whether tensors are of no subclass, and no negation is pending, which the dispatcher would carry out."""
+    return all(one is None or (type(one) in PLAIN and not one.is_neg()) for one in tensors)
 
 
 def run_recorded(
@@ -228,11 +242,12 @@ def run_recorded(
         recorder = Recorder(tensors[0].device, len(tensors))
         operands = tuple(recorder.tensor(number, layout_of(one)) for number, one in enumerate(tensors))
         recording = recorder.finish(function(recorder, operands), {})
-        _keep(_recordings, key, recording)
+        remember(_recordings, key, recording)
     return recording.run(tensors)[0]
 
 
-def _keep(found: dict, key: Hashable, value: object) -> None:
+def remember(found: dict, key: Hashable, value: object) -> None:
+    """Remember a value by its key, in place of the oldest if there are many."""
     if len(found) >= MOST_CALLS:
         found.pop(list(found)[0], None)  # of a list: another thread may change the dictionary
     found[key] = value

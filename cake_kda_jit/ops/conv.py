@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from .. import config
 from ..programs.attention_fields import DTYPE_CODES
 from ..programs.conv_backward import workspace_bytes
-from ..programs.conv_forward import tile_tokens
+from ..programs.conv_forward import join_parts, tile_tokens
 from ..runtime.device import arch_of_device
 from .checks import DTYPE_NAMES
 from .pipeline import address
@@ -94,40 +95,81 @@ def conv_forward(inputs: ConvInputs, *, output_final_state: bool) -> tuple[torch
         if final_state is not None:
             final_state.zero_() if inputs.initial_state is None else final_state.copy_(inputs.initial_state)
         return y, final_state
-    chosen = select_conv("conv_forward", inputs.problem(), config.read("FAMILY"))
-    values = inputs.values(chosen.record.family) | {"y": y.data_ptr(), "final_state": address(final_state)}
-    executor.launch(chosen.record, chosen.reason, values, device)
+    _launch("conv_forward", [inputs], [{"y": y.data_ptr(), "final_state": address(final_state)}])
     return y, final_state
+
+
+def conv_forward_together(many: Sequence[ConvInputs]) -> list[torch.Tensor]:
+    """Return y of each of up to three convolutions of the same tokens, at least one, and documents, without states.
+
+    They are one launch if their widths and dtypes allow that, and have the bits of ``conv_forward``.
+    """
+    ys = [inputs.empty_rows() for inputs in many]
+    for group in _groups(many):
+        _launch("conv_forward", *zip(*[(many[i], {"y": ys[i].data_ptr(), "final_state": None}) for i in group]))
+    return ys
 
 
 def conv_backward(
     inputs: ConvInputs, dy: torch.Tensor, dfinal_state: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Launch the backward; returns dx, dweight, dbias and dinitial_state, None where the input is absent."""
-    x = inputs.x
-    dx = inputs.empty_rows()
-    dweight, dbias, dinitial_state = map(inputs.empty_like, (inputs.weight, inputs.bias, inputs.initial_state))
+    gradients = _empty_gradients(inputs)
+    dx, dweight, dbias, dinitial_state = gradients
     if inputs.num_tokens == 0:
         for tensor in (dweight, dbias, dinitial_state):
             if tensor is not None:
                 tensor.zero_()
         if dinitial_state is not None and dfinal_state is not None:
             dinitial_state.copy_(dfinal_state)
-        return dx, dweight, dbias, dinitial_state
-    chosen = select_conv("conv_backward", inputs.problem(), config.read("FAMILY"))
-    family = chosen.record.family
-    values = inputs.values(family) | {
-        "dy": dy.data_ptr(),
-        "dy_strides": dy.stride()[-2:],
-        "dfinal_state": address(dfinal_state),
-        "dx": dx.data_ptr(),
-        "dweight": dweight.data_ptr(),
-        "dbias": address(dbias),
-        "dinitial_state": address(dinitial_state),
-    }
-    if family != "cpu":
-        num_bytes = workspace_bytes(inputs.num_tokens, x.shape[-1], inputs.weight.shape[1])
-        workspace = inputs.executor.empty((num_bytes,), torch.uint8, x.device)
-        values |= {"workspace": workspace.data_ptr(), "workspace_bytes": workspace.nbytes}
-    inputs.executor.launch(chosen.record, chosen.reason, values, x.device)
-    return dx, dweight, dbias, dinitial_state
+        return gradients
+    _launch_backward([inputs], [gradients], [dy], [dfinal_state])
+    return gradients
+
+
+def conv_backward_together(
+    many: Sequence[ConvInputs], dys: Sequence[torch.Tensor]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return dx and dweight of what ``conv_forward_together`` takes."""
+    gradients = [_empty_gradients(inputs) for inputs in many]
+    for group in _groups(many):
+        _launch_backward(*zip(*[(many[i], gradients[i], dys[i], None) for i in group]))
+    return [(dx, dweight) for dx, dweight, *_ in gradients]
+
+
+def _groups(many: Sequence[ConvInputs]) -> list[list[int]]:
+    """The numbers of those that are a launch: all if they share what a launch has once, else each by itself."""
+    kinds = {(inputs.x.dtype, inputs.weight.dtype, inputs.weight.shape[1]) for inputs in many}
+    return [list(range(len(many)))] if len(kinds) == 1 else [[i] for i in range(len(many))]
+
+
+def _empty_gradients(inputs: ConvInputs) -> tuple[torch.Tensor | None, ...]:
+    """dx, dweight, dbias and dinitial_state, to be filled; None where the input is absent."""
+    return inputs.empty_rows(), *map(inputs.empty_like, (inputs.weight, inputs.bias, inputs.initial_state))
+
+
+def _launch_backward(
+    parts: Sequence[ConvInputs],
+    gradients: Sequence[tuple[torch.Tensor | None, ...]],
+    dys: Sequence[torch.Tensor],
+    dfinal_states: Sequence[torch.Tensor | None],
+) -> None:
+    own, workspaces = [], []
+    for inputs, found, dy, dfinal_state in zip(parts, gradients, dys, dfinal_states):
+        values = dict(zip(("dx", "dweight", "dbias", "dinitial_state"), map(address, found)))
+        values |= {"dy": dy.data_ptr(), "dy_strides": dy.stride()[-2:], "dfinal_state": address(dfinal_state)}
+        if inputs.x.device.type != "cpu":
+            size = workspace_bytes(inputs.num_tokens, inputs.x.shape[-1], inputs.weight.shape[1])
+            workspaces.append(inputs.executor.empty((size,), torch.uint8, inputs.x.device))
+            values |= {"workspace": workspaces[-1].data_ptr(), "workspace_bytes": size}
+        own.append(values)
+    _launch("conv_backward", parts, own)
+
+
+def _launch(program: str, parts: Sequence[ConvInputs], own: Sequence[dict[str, object]]) -> None:
+    """Launch a program on convolutions that share a launch; ``own`` are the values that each has in this program."""
+    inputs = parts[0]
+    chosen = select_conv(program, inputs.problem(), config.read("FAMILY"))
+    family, entry = chosen.record.family, chosen.record.entry
+    values = join_parts(entry, [part.values(family) | found for part, found in zip(parts, own)])
+    inputs.executor.launch(chosen.record, chosen.reason, values, inputs.x.device)

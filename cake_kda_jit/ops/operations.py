@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import torch
 
 from .backward import chunk_backward
-from .conv import ConvInputs, conv_backward, conv_forward
+from .conv import ConvInputs, conv_backward, conv_backward_together, conv_forward, conv_forward_together
 from .forward import CONTEXT_NAMES, Context, chunk_forward
 from .inputs import Inputs, Transforms, joined
+from .norm import NormInputs, norm_backward, norm_forward
 from .pipeline import Pipeline
 from .problem import KdaOptions
 from .recorder import Executor, Operand, Recorder
@@ -110,58 +111,90 @@ class Convolution:
 
 
 @dataclass(frozen=True)
-class ConvolvedAttention:
-    """``chunk_kda`` on convolutions of what becomes q, k and v, as one operation: a layer's calls between projections.
+class GatedNorm:
+    """``gated_rms_norm`` on x, gate and weight. Its output is y. Nothing is kept."""
 
-    Its tensors are the three before their convolutions ``[B, T, D]``, the three weights ``[D, 1, W]``, g
-    ``[B, T, HV * K]``, beta, A_log, dt_bias, the tables of ``Attention`` and cu_seqlens. Its output is o. It keeps q, k
-    and v beside what ``attention`` keeps. Only for a ``Recorder``: shapes are changed without a view.
-    """
+    eps: float
 
-    attention: Attention
-
-    name = "convolved_chunk_kda"
-    num_differentiable = 10
+    name = "gated_rms_norm"
+    num_differentiable = 3
 
     def has_work(self, tensors: tuple) -> bool:
-        """Whether there is a token: without one nothing is launched."""
-        return tensors[10].shape[0] > 0
+        """Whether there is a row: without one nothing is launched."""
+        return tensors[0].numel() > 0
 
     def join(self, tensors: tuple) -> tuple:
         """Return the tensors as the programs take them: copied where a batch's rows cannot be counted as one."""
-        rows, weights, logits, others = tensors[:3], tensors[3:6], tensors[6:8], tensors[8:]
-        rows, logits = ([joined(tensor, 2) for tensor in group] for group in (rows, logits))
-        return *rows, *(weight.contiguous() for weight in weights), *logits, *(one.contiguous() for one in others)
+        x, gate, weight = tensors
+        return joined(x, 3), joined(gate, self._rank(x, gate)), weight
+
+    def forward(self, executor: Executor, tensors: tuple, *, keep: bool) -> tuple[tuple, dict]:
+        """Launch the forward."""
+        return (norm_forward(NormInputs(*tensors, self.eps, executor)),), {}
+
+    def backward(self, executor: Executor, tensors: tuple, kept: dict, directions: tuple) -> tuple:
+        """Launch the backward."""
+        return norm_backward(NormInputs(*tensors, self.eps, executor), *directions)
+
+    def complete(self, tensors: tuple, directions: tuple) -> tuple:
+        """Return the gradient of y as a backward takes it."""
+        x, gate, _ = tensors[:3]
+        return (joined(given_like(directions[0], gate), self._rank(x, gate)),)
+
+    def _rank(self, x: torch.Tensor, gate: torch.Tensor) -> int:
+        """The dimensions of the gate without a batch's: its heads and channels may be one."""
+        return 3 - (x.dim() - gate.dim())
+
+
+@dataclass(frozen=True)
+class BetweenProjections:
+    """All that a layer does between its projections: convolutions of what becomes q, k and v, ``chunk_kda``, the norm.
+
+    Its tensors are the three before their convolutions ``[B, T, D]``, the three weights ``[D, 1, W]``, g
+    ``[B, T, HV * K]``, beta, A_log, dt_bias, the norm's gate ``[B, T, HV * V]`` and weight, the tables of ``Attention``
+    and cu_seqlens. Its output is y ``[B, T, HV * V]``. It keeps q, k, v and o beside what ``attention`` keeps. Only for
+    a ``Recorder``: shapes are changed without a view.
+    """
+
+    attention: Attention
+    eps: float
+
+    name = "kimi_delta_attention"
+    num_differentiable = 12
+
+    def has_work(self, tensors: tuple) -> bool:
+        """Whether there is a token: without one nothing is launched."""
+        return tensors[12].shape[0] > 0
+
+    def join(self, tensors: tuple) -> tuple:
+        """Return the tensors as the programs take them: copied where a batch's rows cannot be counted as one."""
+        have_tokens = (0, 1, 2, 6, 7, 10)
+        return tuple(joined(one, 2) if n in have_tokens else one.contiguous() for n, one in enumerate(tensors))
 
     def forward(self, executor: Recorder, tensors: tuple, *, keep: bool) -> tuple[tuple, dict]:
         """Launch the forward."""
-        mixed = {
-            name: self._heads(conv_forward(inputs, output_final_state=False)[0], tensors)
-            for name, inputs in zip(("q", "k", "v"), self._convolutions(executor, tensors))
-        }
+        rows = conv_forward_together(self._convolutions(executor, tensors))
+        mixed = {name: self._heads(one, tensors) for name, one in zip(("q", "k", "v"), rows)}
         (o, _), kept = self.attention.forward(executor, self._attended(mixed, tensors), keep=keep)
-        return (o,), kept | mixed if keep else {}
+        y = norm_forward(self._norm(executor, o, tensors))
+        return (y,), kept | mixed | {"o": o} if keep else {}
 
     def backward(self, executor: Recorder, tensors: tuple, kept: dict, directions: tuple) -> tuple:
         """Launch the backward."""
-        [do] = directions
         mixed = {name: kept[name] for name in ("q", "k", "v")}
-        context = {name: one for name, one in kept.items() if name not in mixed}
+        context = {name: one for name, one in kept.items() if name not in (*mixed, "o")}
+        do, dgate, dnorm = norm_backward(self._norm(executor, kept["o"], tensors), *directions)
         *d_mixed, dg, dbeta, dA_log, ddt_bias, _ = self.attention.backward(
             executor, self._attended(mixed, tensors), context, (do, None)
         )
-        found = [
-            conv_backward(inputs, dy.view(inputs.x.shape), None)
-            for inputs, dy in zip(self._convolutions(executor, tensors), d_mixed)
-        ]
-        d_rows = [dx for dx, *_ in found]
-        d_weights = [dweight.view(weight.shape) for weight, (_, dweight, *_) in zip(tensors[3:6], found)]
-        return *d_rows, *d_weights, dg.view(tensors[6].shape), dbeta, dA_log, ddt_bias
+        dys = [dy.view(x.shape) for x, dy in zip(tensors[:3], d_mixed)]
+        d_rows, d_weights = zip(*conv_backward_together(self._convolutions(executor, tensors), dys))
+        d_weights = [dweight.view(weight.shape) for weight, dweight in zip(tensors[3:6], d_weights)]
+        return *d_rows, *d_weights, dg.view(tensors[6].shape), dbeta, dA_log, ddt_bias, dgate, dnorm
 
     def complete(self, tensors: tuple, directions: tuple) -> tuple:
-        """Return the gradient of o as a backward takes it."""
-        values = tensors[2]
-        return (joined(given_like(directions[0], values.unflatten(-1, (tensors[7].shape[-1], -1))), 3),)
+        """Return the gradient of y as a backward takes it."""
+        return (joined(given_like(directions[0], tensors[10]), 2),)
 
     def _convolutions(self, executor: Recorder, tensors: tuple) -> list[ConvInputs]:
         rest = (None, None, tensors[-1], self.attention.has_spare_rows, True, executor)
@@ -172,15 +205,18 @@ class ConvolvedAttention:
 
     def _attended(self, mixed: dict, tensors: tuple) -> tuple:
         """The tensors of ``attention``."""
-        g, beta, A_log, dt_bias, *tables, _ = tensors[6:]
+        g, beta, A_log, dt_bias, _, _, *tables, _ = tensors[6:]
         return *mixed.values(), self._heads(g, tensors), beta, A_log, dt_bias, None, *tables
+
+    def _norm(self, executor: Recorder, o: Operand, tensors: tuple) -> NormInputs:
+        return NormInputs(o, *tensors[10:12], self.eps, executor)
 
     def _heads(self, rows: Operand, tensors: tuple) -> Operand:
         head_dim = tensors[2].shape[-1] // tensors[7].shape[-1]
         return rows.unflatten(-1, (rows.shape[-1] // head_dim, head_dim))
 
 
-Operation = Attention | Convolution | ConvolvedAttention
+Operation = Attention | Convolution | GatedNorm | BetweenProjections
 
 
 def given_like(direction: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor:

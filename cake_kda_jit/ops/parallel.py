@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
 
 import torch
 
 from ..errors import UnsupportedProblemError
+from . import checks
+from .calls import can_remember, remember
 
 
 class ParallelContext(ABC):
     """The ranks that share a pack, seen from one of them; ``num_documents`` N counts those of the whole pack."""
 
     num_documents: int
+    checked: dict[Hashable, tuple]
+    """The transforms of calls of ``chunk_kda`` that need no check again, by their keys."""
 
     @abstractmethod
     def check_tokens(self, name: str, tensor: torch.Tensor) -> None:
@@ -29,6 +34,12 @@ class ParallelContext(ABC):
         self, tensors: tuple[torch.Tensor | None, ...], *, use_silu: bool, output_final_state: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run ``causal_conv1d`` on checked x, weight, bias, initial_state."""
+
+    @abstractmethod
+    def short_convolutions(
+        self, rows: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        """Run ``causal_conv1d`` with SiLU on checked q, k and v, of as many taps each, with one exchange."""
 
 
 def check_context(cp_context: object, tensor: torch.Tensor, **others: object) -> ParallelContext | None:
@@ -48,3 +59,46 @@ def check_context(cp_context: object, tensor: torch.Tensor, **others: object) ->
     if tensor.shape[0] != 1:
         raise UnsupportedProblemError(f"B = {tensor.shape[0]} with cp_context; a rank's tokens are one sequence, B = 1")
     return cp_context
+
+
+def find_checked(cp_context: object, key: Hashable) -> tuple | None:
+    """Return the transforms of a call that was checked under its key; None if it was not, or for no context."""
+    try:
+        return cp_context.checked.get(key) if isinstance(cp_context, ParallelContext) else None
+    except TypeError:  # something that cannot be hashed is no argument of ours either: the checks name it
+        return None
+
+
+def remember_checked(
+    cp_context: ParallelContext, key: Hashable, given: Sequence, tensors: Sequence, transforms: tuple
+) -> None:
+    """Remember the transforms of a call that was checked: not without a key, or if a tensor was copied for the call."""
+    if can_remember(key, given) and all(one is other for one, other in zip(given, tensors)):
+        remember(cp_context.checked, key, transforms)
+
+
+def attend_parallel(
+    cp_context: ParallelContext, tensors: tuple, transforms: tuple, output_final_state: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return o and the final states, None unless wanted, of checked tensors."""
+    keeps = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors)
+    o, final_state = cp_context.attention(tensors, transforms, output_final_state=output_final_state, keep=keeps)
+    return o, final_state if output_final_state else None
+
+
+def short_convolutions(
+    rows: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], cp_context: ParallelContext, **others: object
+) -> tuple[torch.Tensor, ...] | None:
+    """Return q, k and v ``[1, T, D]``, each through ``causal_conv1d`` with its weight ``[D, W]`` and SiLU.
+
+    They share an exchange between the ranks. Errors are those of ``causal_conv1d``, which rule out ``others``. Returns
+    None where dtypes or W differ: call them one by one.
+    """
+    for x, weight in zip(rows, weights):
+        checks.check_convolution(x, weight, None)
+        checks.check_no_transform("causal_conv1d", x, weight)
+        check_context(cp_context, x, **others).check_tokens("x", x)
+    kinds = {(x.dtype, x.device, weight.dtype, weight.shape[1]) for x, weight in zip(rows, weights)}
+    if len(kinds) > 1:
+        return None
+    return cp_context.short_convolutions(rows, [weight.contiguous() for weight in weights])

@@ -12,6 +12,7 @@ namespace {
 constexpr int kChannels = 8;
 constexpr int kBlockChannels = kThreads * kChannels;  // of a CTA
 constexpr int kRingRows = 8;
+constexpr int kParts = 3;  // convolutions of a launch at most
 
 using Row = float[kChannels];
 
@@ -19,6 +20,14 @@ __device__ __forceinline__ void clear(Row& row) {
 #pragma unroll
   for (int c = 0; c < kChannels; ++c) row[c] = 0.0f;
 }
+
+// One convolution of a launch. What each has of its own are arrays of the argument block.
+struct Part {
+  const Args& args;
+  int index;
+
+  __device__ __forceinline__ int64_t num_channels() const { return args.num_channels[index]; }
+};
 
 // A thread's channels: [first, first + count). Those past D, from count on, are 0 and are stored nowhere.
 struct Channels {
@@ -28,9 +37,9 @@ struct Channels {
 
 // A count of 0: the thread has no channel.
 template <bool kIsDense>
-__device__ __forceinline__ Channels channels_of_thread(const Args& args, unsigned block) {
+__device__ __forceinline__ Channels channels_of_thread(const Part& part, unsigned block) {
   const int64_t first = int64_t{block} * kBlockChannels + threadIdx.x * kChannels;
-  const int64_t left = args.num_channels - first;
+  const int64_t left = part.num_channels() - first;
   if (left <= 0) return {0, 0};
   return {static_cast<int>(first), kIsDense || left > kChannels ? kChannels : static_cast<int>(left)};
 }
@@ -71,7 +80,14 @@ __device__ __forceinline__ void store_numbers(void* tensor, int dtype, int64_t o
 
 struct TokenView {
   const void* tensor;
-  const int64_t* strides;  // elements per token, channel
+  int64_t token_stride, channel_stride;  // in elements
+
+  // A part's tensor, among those of all parts.
+  __device__ __forceinline__ TokenView(void* const (&tensors)[kParts], const int64_t (&strides)[2 * kParts],
+                                       const Part& part)
+      : tensor(tensors[part.index]),
+        token_stride(strides[2 * part.index]),
+        channel_stride(strides[2 * part.index + 1]) {}
 };
 
 __device__ __forceinline__ void unpack(Row& row, const uint4& packed) {
@@ -91,13 +107,15 @@ __device__ __forceinline__ uint4 pack(const Row& row) {
 
 template <bool kIsDense>
 __device__ __forceinline__ uint4 load_packed(const TokenView& view, int64_t token, const Channels& own) {
-  const int64_t offset = token * view.strides[0] + own.first * view.strides[1];
-  if constexpr (kIsDense) return __ldg(static_cast<const uint4*>(view.tensor) + offset / kChannels);
+  if constexpr (kIsDense) {
+    return __ldg(static_cast<const uint4*>(view.tensor) + (token * view.token_stride + own.first) / kChannels);
+  }
+  const int64_t offset = token * view.token_stride + own.first * view.channel_stride;
   const auto* elements = static_cast<const unsigned short*>(view.tensor) + offset;
   uint32_t words[4] = {};
 #pragma unroll
   for (int c = 0; c < kChannels; ++c) {
-    if (c < own.count) words[c / 2] |= uint32_t{__ldg(elements + c * view.strides[1])} << 16 * (c % 2);
+    if (c < own.count) words[c / 2] |= uint32_t{__ldg(elements + c * view.channel_stride)} << 16 * (c % 2);
   }
   return make_uint4(words[0], words[1], words[2], words[3]);
 }
@@ -109,9 +127,9 @@ struct OutputRows {
   int stride;
   int count;
 
-  __device__ __forceinline__ OutputRows(void* tensor, int64_t token, const Args& args, const Channels& own)
-      : first(static_cast<unsigned short*>(tensor) + (token * args.num_channels + own.first)),
-        stride(static_cast<int>(args.num_channels)),
+  __device__ __forceinline__ OutputRows(void* tensor, int64_t token, const Part& part, const Channels& own)
+      : first(static_cast<unsigned short*>(tensor) + (token * part.num_channels() + own.first)),
+        stride(static_cast<int>(part.num_channels())),
         count(own.count) {}
 
   // Writes the row of a token, counted from the first one.
@@ -164,7 +182,7 @@ template <int kTensors>
 struct RowStream<true, kTensors> {
   uint4 (*slots)[kTensors][kThreads];
   const uint4* next[kTensors];  // rows to be asked for
-  int64_t step[kTensors];       // from a row to the next one
+  int step[kTensors];           // from a row to the next one
   int left;                     // rows not asked for yet
   unsigned taken = 0;
 
@@ -173,8 +191,8 @@ struct RowStream<true, kTensors> {
       : slots(ring.row), left(count) {
 #pragma unroll
     for (int v = 0; v < kTensors; ++v) {
-      step[v] = views[v].strides[0] / kChannels;
-      next[v] = static_cast<const uint4*>(views[v].tensor) + (token * step[v] + own.first / kChannels);
+      step[v] = static_cast<int>(views[v].token_stride / kChannels);
+      next[v] = static_cast<const uint4*>(views[v].tensor) + (token * views[v].token_stride + own.first) / kChannels;
     }
     for (unsigned row = 0; row < kRingRows; ++row) ask(row);
   }

@@ -9,12 +9,31 @@ namespace {
 
 constexpr int kMaxWidth = 4;
 
-inline int64_t num_blocks(const Args& args) { return (args.num_channels + kBlockChannels - 1) / kBlockChannels; }
+// The first part is always there.
+inline bool has_part(const Args& args, int part) { return part == 0 || args.num_channels[part] != 0; }
+
+inline int64_t num_blocks(const Args& args, int part) {
+  return (args.num_channels[part] + kBlockChannels - 1) / kBlockChannels;
+}
 
 // A pack without tokens has a tile too: its documents have states.
-inline int64_t num_tiles(const Args& args) {
-  return args.num_tokens == 0 ? 1 : (args.num_tokens - 1) / args.tile_tokens + 1;
+inline int64_t num_tiles(const Args& args, int part) {
+  return args.num_tokens == 0 ? 1 : (args.num_tokens - 1) / args.tile_tokens[part] + 1;
 }
+
+// Each part's first CTA in the grid.
+struct FirstCtas {
+  unsigned of_part[kParts];
+
+  // The part of this CTA. One that is not there starts where the next one does, or the grid ends.
+  __device__ __forceinline__ Part part_of_cta(const Args& args) const {
+    int index = 0;
+    for (int p = 1; p < kParts; ++p) index += blockIdx.x >= of_part[p];
+    return {args, index};
+  }
+
+  __device__ __forceinline__ unsigned cta_in(const Part& part) const { return blockIdx.x - of_part[part.index]; }
+};
 
 // The channel blocks of one run of tokens are neighbours in the grid: whole rows of x are read at about one time.
 struct Tile {
@@ -25,15 +44,17 @@ struct Tile {
   int count;      // the tile's tokens
   bool is_last;   // of the tensor: it also has the empty documents at its end
 
-  __device__ __forceinline__ explicit Tile(const Args& args) {
-    const unsigned blocks = static_cast<unsigned>((args.num_channels + kBlockChannels - 1) / kBlockChannels);
-    block = blockIdx.x % blocks;
-    index = blockIdx.x / blocks;
-    begin = index * args.tile_tokens;
-    is_last = begin + args.tile_tokens >= args.num_tokens;
+  __device__ __forceinline__ Tile(const Part& part, unsigned cta) {
+    const Args& args = part.args;
+    const unsigned blocks = static_cast<unsigned>((part.num_channels() + kBlockChannels - 1) / kBlockChannels);
+    const int tokens = args.tile_tokens[part.index];
+    block = cta % blocks;
+    index = cta / blocks;
+    begin = index * tokens;
+    is_last = begin + tokens >= args.num_tokens;
     const int64_t end = static_cast<const int64_t*>(args.cu_seqlens)[args.num_documents];
     left = max(min(end, args.num_tokens) - begin, int64_t{0});
-    count = static_cast<int>(min(left, int64_t{args.tile_tokens}));
+    count = static_cast<int>(min(left, int64_t{tokens}));
   }
 };
 
@@ -55,7 +76,8 @@ struct Piece {
 // Calls visit(piece) for the documents that have tokens in the tile or none at all at one of its positions, in order.
 // An empty document stands where its successor starts, the last ones behind the last token.
 template <typename Visit>
-__device__ __forceinline__ void for_each_document(const Args& args, const Tile& tile, const Visit& visit) {
+__device__ __forceinline__ void for_each_document(const Part& part, const Tile& tile, const Visit& visit) {
+  const Args& args = part.args;
   const auto* cu_seqlens = static_cast<const int64_t*>(args.cu_seqlens);
   int low = 0, high = static_cast<int>(args.num_documents);  // the first document that starts in the tile or later
   while (low < high) {
@@ -69,7 +91,7 @@ __device__ __forceinline__ void for_each_document(const Args& args, const Tile& 
   if (low > 0 && cu_seqlens[low] > tile.begin) --low;  // one goes on from the tile before
   int64_t first = cu_seqlens[low] - tile.begin;
   for (int n = low; n < static_cast<int>(args.num_documents); ++n) {
-    if (first >= args.tile_tokens && !tile.is_last) break;
+    if (first >= args.tile_tokens[part.index] && !tile.is_last) break;
     const int64_t last = cu_seqlens[n + 1] - tile.begin;
     visit(Piece(tile, n, first, last));
     first = last;
@@ -82,31 +104,34 @@ struct Taps {
   Row weight[kWidth];
   Row bias;
 
-  __device__ __forceinline__ Taps(const Args& args, const Channels& own) {
+  __device__ __forceinline__ Taps(const Part& part, const Channels& own) {
+    const void* weights = part.args.weight[part.index];
+    const void* biases = part.args.bias[part.index];
+    const int dtype = part.args.weight_dtype;
 #pragma unroll
     for (int w = 0; w < kWidth; ++w) {
-      load_numbers<kWidth>(weight[w], args.weight, args.weight_dtype, int64_t{own.first} * kWidth + w, own.count);
+      load_numbers<kWidth>(weight[w], weights, dtype, int64_t{own.first} * kWidth + w, own.count);
     }
     clear(bias);
-    if (args.bias) load_numbers<1>(bias, args.bias, args.weight_dtype, own.first, own.count);
+    if (biases) load_numbers<1>(bias, biases, dtype, own.first, own.count);
   }
 };
 
 // Slot `slot` of document `index` in a state [N, D, W - 1].
 template <int kWidth>
-__device__ __forceinline__ void load_state(Row& row, const void* state, const Args& args, const Channels& own,
+__device__ __forceinline__ void load_state(Row& row, const void* state, const Part& part, const Channels& own,
                                            int index, int slot) {
   clear(row);
   if (!state) return;
-  const int64_t offset = (int64_t{index} * args.num_channels + own.first) * (kWidth - 1) + slot;
-  load_numbers<kWidth - 1>(row, state, args.state_dtype, offset, own.count);
+  const int64_t offset = (int64_t{index} * part.num_channels() + own.first) * (kWidth - 1) + slot;
+  load_numbers<kWidth - 1>(row, state, part.args.state_dtype, offset, own.count);
 }
 
 template <int kWidth>
-__device__ __forceinline__ void store_state(void* state, const Args& args, const Channels& own, int index,
+__device__ __forceinline__ void store_state(void* state, const Part& part, const Channels& own, int index,
                                             int slot, const Row& row) {
-  const int64_t offset = (int64_t{index} * args.num_channels + own.first) * (kWidth - 1) + slot;
-  store_numbers<kWidth - 1>(state, args.state_dtype, offset, own.count, row);
+  const int64_t offset = (int64_t{index} * part.num_channels() + own.first) * (kWidth - 1) + slot;
+  store_numbers<kWidth - 1>(state, part.args.state_dtype, offset, own.count, row);
 }
 
 // W - 1 successive rows, oldest first.
@@ -124,7 +149,7 @@ struct Window {
 
   // What precedes the piece in ext.
   template <bool kIsDense>
-  __device__ __forceinline__ void enter(const Args& args, const TokenView& x, const Channels& own, const Tile& tile,
+  __device__ __forceinline__ void enter(const Part& part, const TokenView& x, const Channels& own, const Tile& tile,
                                         const Piece& piece) {
 #pragma unroll
     for (int j = 0; j < kWidth - 1; ++j) {
@@ -132,7 +157,8 @@ struct Window {
       if (token >= piece.start) {
         unpack(row[j], load_packed<kIsDense>(x, tile.begin + token, own));
       } else {
-        load_state<kWidth>(row[j], args.initial_state, args, own, piece.index, token - piece.start + kWidth - 1);
+        const void* states = part.args.initial_state[part.index];
+        load_state<kWidth>(row[j], states, part, own, piece.index, token - piece.start + kWidth - 1);
       }
     }
   }
@@ -150,10 +176,19 @@ __device__ __forceinline__ void convolve(Row& z, const Taps<kWidth>& taps, const
   }
 }
 
-// Whether every thread's part of a row is 16 aligned bytes.
-bool has_dense_rows(const Args& args, const void* tensor, const int64_t strides[2]) {
-  return args.num_channels % kChannels == 0 && strides[1] == 1 && strides[0] % kChannels == 0 &&
-         reinterpret_cast<uintptr_t>(tensor) % 16 == 0;
+constexpr int64_t kMost = 0x7fffffff;
+
+// Whether every thread's share of a row is 16 aligned bytes, in all parts; strides null: of a contiguous tensor.
+bool have_dense_rows(const Args& args, void* const tensors[kParts], const int64_t* strides) {
+  for (int p = 0; p < kParts; ++p) {
+    if (!has_part(args, p)) continue;
+    const int64_t token = strides ? strides[2 * p] : args.num_channels[p];
+    const int64_t channel = strides ? strides[2 * p + 1] : 1;
+    if (args.num_channels[p] % kChannels || token % kChannels || channel != 1) return false;
+    if (token / kChannels > kMost) return false;
+    if (reinterpret_cast<uintptr_t>(tensors[p]) % 16) return false;
+  }
+  return true;
 }
 
 Status refuse_null(const char* name) { return fail(kBadArgument, "%s is null; give a tensor", name); }
@@ -163,19 +198,33 @@ struct Size {
   int64_t value, least, most;
 };
 
-Status check_sizes_and_inputs(const Args& args) {
-  constexpr int64_t kMost = 0x7fffffff;
-  const Size sizes[] = {
-      Size{"num_channels", args.num_channels, 1, kMost},
-      Size{"num_documents", args.num_documents, 0, kMost},
-      Size{"num_tokens", args.num_tokens, 0, INT64_MAX / kMost},
-      Size{"tile_tokens", args.tile_tokens, 1, kMost - kMaxWidth},
-  };
+template <int kCount>
+Status check_sizes(const Size (&sizes)[kCount]) {
   for (const Size& size : sizes) {
     if (size.value >= size.least && size.value <= size.most) continue;
     return fail(kBadArgument, "%s is %lld; give %lld to %lld", size.name, static_cast<long long>(size.value),
                 static_cast<long long>(size.least), static_cast<long long>(size.most));
   }
+  return kOk;
+}
+
+Status check_part(const Args& args, int part) {
+  const Status status = check_sizes({Size{"num_channels", args.num_channels[part], 1, kMost},
+                                     Size{"tile_tokens", args.tile_tokens[part], 1, kMost - kMaxWidth}});
+  if (status != kOk) return status;
+  if (num_tiles(args, part) > kMost / kParts / num_blocks(args, part)) {
+    return fail(kBadArgument, "tile_tokens is %d; %lld tokens and %lld channels make more than (2^31 - 1) / %d CTAs",
+                args.tile_tokens[part], static_cast<long long>(args.num_tokens),
+                static_cast<long long>(args.num_channels[part]), kParts);
+  }
+  if (!args.weight[part]) return refuse_null("weight");
+  return args.num_tokens > 0 && !args.x[part] ? refuse_null("x") : kOk;
+}
+
+Status check_sizes_and_inputs(const Args& args) {
+  const Status status = check_sizes({Size{"num_documents", args.num_documents, 0, kMost},
+                                     Size{"num_tokens", args.num_tokens, 0, INT64_MAX / kMost}});
+  if (status != kOk) return status;
   if (args.width < 2 || args.width > kMaxWidth) {
     return fail(kBadArgument, "width is %d; the convolution has 2 to %d taps", args.width, kMaxWidth);
   }
@@ -184,17 +233,33 @@ Status check_sizes_and_inputs(const Args& args) {
     return fail(kBadArgument, "weight_dtype is %d and state_dtype %d; give %d (as x) or %d (fp32)", args.weight_dtype,
                 args.state_dtype, kDtype, kFp32);
   }
-  if (num_tiles(args) > kMost / num_blocks(args)) {
-    return fail(kBadArgument, "tile_tokens is %d; %lld tokens and %lld channels make more than 2^31 - 1 CTAs",
-                args.tile_tokens, static_cast<long long>(args.num_tokens), static_cast<long long>(args.num_channels));
-  }
-  if (!args.weight) return refuse_null("weight");
   if (!args.cu_seqlens) return refuse_null("cu_seqlens");
-  return args.num_tokens > 0 && !args.x ? refuse_null("x") : kOk;
+  for (int p = 0; p < kParts; ++p) {
+    if (!has_part(args, p)) continue;
+    const Status found = check_part(args, p);
+    if (found != kOk) return found;
+  }
+  return kOk;
+}
+
+// Sets each part's first CTA and returns how many all have, of ctas_of(part) for each.
+template <typename Count>
+unsigned place_parts(const Args& args, FirstCtas& first, const Count& ctas_of) {
+  unsigned ctas = 0;
+  for (int p = 0; p < kParts; ++p) {
+    first.of_part[p] = ctas;
+    if (has_part(args, p)) ctas += static_cast<unsigned>(ctas_of(p));
+  }
+  return ctas;
+}
+
+unsigned place_tiles(const Args& args, FirstCtas& first) {
+  return place_parts(args, first, [&](int part) { return num_tiles(args, part) * num_blocks(args, part); });
 }
 
 void grid_size(const Args& args, int64_t size[3]) {
-  size[0] = num_tiles(args) * num_blocks(args);
+  FirstCtas first;
+  size[0] = place_tiles(args, first);
   size[1] = size[2] = 1;
 }
 

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from cake_kda_jit import causal_conv1d, last_launches
-from cake_kda_jit.catalog import registry
 from cake_kda_jit.errors import UnsupportedProblemError
 from cake_kda_jit.programs.conv_backward import workspace_bytes
-from cake_kda_jit.programs.conv_forward import tile_tokens
+from cake_kda_jit.programs.conv_forward import join_parts, tile_tokens
 from cake_kda_jit.runtime.device import arch_of_device
 from cake_kda_jit.runtime.load import get_kernel
 
@@ -25,7 +24,9 @@ from ..programs.convolutions import (
     backward_values,
     forward_values,
     make_pack,
+    record_of,
     reference,
+    run_together,
 )
 from .twins import on_device
 
@@ -85,10 +86,10 @@ def launch_on_device(program: str, pack: ConvPack, **changes) -> dict[str, Tenso
         size = workspace_bytes(tokens, channels, given.weight.shape[1])
         workspace = torch.full((size // 4,), float("nan"), device="cuda")
         values |= {"workspace": workspace.data_ptr(), "workspace_bytes": size}
-    variant = next(name for name, dtype in DTYPES.items() if dtype == given.x.dtype)
-    kernel = get_kernel(registry().get(program, variant, "smxx"), arch_of_device(given.x.device))
+    record = record_of(program, given.x.dtype, "smxx")
+    kernel = get_kernel(record, arch_of_device(given.x.device))
     try:
-        kernel.launch(values | changes)
+        kernel.launch(join_parts(record.entry, [values | changes]))
     finally:
         torch.cuda.synchronize()
     return {name: tensor.cpu() for name, tensor in outputs.items() if tensor is not None}
@@ -204,6 +205,15 @@ def test_tile_sizes_change_only_the_order_of_sums(tile, channels):
             changes |= {"workspace": workspace.data_ptr(), "workspace_bytes": workspace.nbytes}
         found = launch_on_device(program, pack, **changes)
         assert_near(found, expected, pack, DEVICE_ERROR)
+
+
+@pytest.mark.parametrize("spare_rows", [0, 40])
+@pytest.mark.parametrize("channels", [(8, 1032), (1024, 512, 2056), (70, 1, 264)])
+@pytest.mark.parametrize("dtype", NARROW.values(), ids=NARROW)
+def test_a_launch_of_several_has_the_bits_of_a_launch_for_each(dtype, channels, spare_rows):
+    """Also where they have tiles of different lengths, and where one of them makes all read number by number."""
+    packs = [make_pack((1100, 0, 2, 2000), channels=count, dtype=dtype, seed=count) for count in channels]
+    assert run_together(packs, spare_rows, "cuda") == [["conv_forward"], ["conv_backward"]]
 
 
 @pytest.mark.parametrize("channels", [7, 8])

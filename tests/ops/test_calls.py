@@ -119,7 +119,7 @@ def test_a_layer_has_the_operators_bits(kind, nan_poison):
         with torch.no_grad():
             assert torch.equal(layer(x, plan=plan), expected[0])
         launched.append([one.program for one in last_launches()])
-    together = ["conv_forward"] * 3 + ["chunk_prepare", "chunk_scan"]
+    together = ["conv_forward", "chunk_prepare", "chunk_scan", "gated_norm_forward"]
     assert launched == [together] * 3
 
 

@@ -66,6 +66,16 @@ def test_a_batch_whose_rows_are_joined_or_copied(order):
     torch.library.opcheck(torch.ops.cake_kda_jit.chunk_kda_forward, (*strided, *rest, False, True))
 
 
+@pytest.mark.parametrize("is_flat", [True, False])
+@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32])
+def test_gated_norm_forward(weight_dtype, is_flat):
+    """With the gate's heads and channels as one dimension, or as two."""
+    x = torch.randn(2, 5, 3, 64, dtype=torch.bfloat16, requires_grad=True)
+    gate = torch.randn(2, 5, *((192,) if is_flat else (3, 64)), dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(64, dtype=weight_dtype, requires_grad=True)
+    torch.library.opcheck(torch.ops.cake_kda_jit.gated_rms_norm_forward, (x, gate, weight, 1e-5))
+
+
 def test_pack_tables():
     arguments = (torch.tensor([0, 70, 200]), 5, 5, 64, 65)
     torch.library.opcheck(torch.ops.cake_kda_jit.pack_tables, arguments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,8 +10,18 @@ from torch import Tensor
 
 from cake_kda_jit.arch import host_arch
 from cake_kda_jit.catalog import registry
+from cake_kda_jit.ops.conv import (
+    ConvInputs,
+    conv_backward,
+    conv_backward_together,
+    conv_forward,
+    conv_forward_together,
+)
 from cake_kda_jit.programs.attention_fields import DTYPE_CODES
+from cake_kda_jit.programs.conv_forward import join_parts
+from cake_kda_jit.record import Record
 from cake_kda_jit.reference import causal_conv1d_reference
+from cake_kda_jit.runtime.launch import last_launches, operation
 from cake_kda_jit.runtime.load import get_kernel
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -113,8 +124,16 @@ def backward_values(pack: ConvPack, num_threads: int = 2) -> tuple[dict[str, obj
 
 
 def launch(program: str, dtype: torch.dtype, values: dict[str, object]) -> None:
-    variant = {found: name for name, found in DTYPES.items()}[dtype]
-    get_kernel(registry().get(program, variant, "cpu"), host_arch()).launch(values)
+    launch_parts(program, dtype, [values])
+
+
+def launch_parts(program: str, dtype: torch.dtype, parts: Sequence[dict[str, object]]) -> None:
+    record = record_of(program, dtype, "cpu")
+    get_kernel(record, host_arch()).launch(join_parts(record.entry, parts))
+
+
+def record_of(program: str, dtype: torch.dtype, family: str) -> Record:
+    return registry().get(program, {found: name for name, found in DTYPES.items()}[dtype], family)
 
 
 def run_forward(pack: ConvPack, num_threads: int = 2) -> dict[str, Tensor]:
@@ -127,6 +146,33 @@ def run_backward(pack: ConvPack, num_threads: int = 2) -> dict[str, Tensor]:
     values, outputs = backward_values(pack, num_threads)
     launch("conv_backward", pack.x.dtype, values)
     return {name: out for name, out in outputs.items() if out is not None}
+
+
+def run_together(packs: Sequence[ConvPack], spare_rows: int = 0, device: str = "cpu") -> list[list[str]]:
+    """Run packs of the same lengths together; asserts the bits of each alone; returns the programs of both passes."""
+
+    def rows(tensor: Tensor) -> Tensor:
+        return torch.cat([tensor, tensor.new_full((spare_rows, tensor.shape[1]), float("nan"))]).to(device)
+
+    many = [
+        ConvInputs(
+            rows(one.x), one.weight.to(device), None, None, one.cu_seqlens.to(device), spare_rows > 0, one.use_silu
+        )
+        for one in packs
+    ]
+    dys = [rows(one.dy) for one in packs]
+    programs = []
+    with operation():
+        ys = conv_forward_together(many)
+    programs.append([one.program for one in last_launches()])
+    with operation():
+        gradients = conv_backward_together(many, dys)
+    programs.append([one.program for one in last_launches()])
+    for inputs, dy, y, found in zip(many, dys, ys, gradients, strict=True):
+        assert torch.equal(y, conv_forward(inputs, output_final_state=False)[0])
+        for gradient, expected in zip(found, conv_backward(inputs, dy, None)[:2], strict=True):
+            assert torch.equal(gradient, expected)
+    return programs
 
 
 def reference(pack: ConvPack) -> dict[str, Tensor]:

@@ -11,17 +11,26 @@ constexpr int kChannels = 128;  // of one task; fixed, so that bits do not depen
 constexpr int kMaxWidth = 4;
 using Row = float[kChannels];
 
-// Channels [first, first + count) of one task.
+constexpr int kParts = 3;  // convolutions of a launch at most; what each has of its own are arrays of the block
+
+// The first part is always there.
+inline bool has_part(const Args& args, int part) { return part == 0 || args.num_channels[part] != 0; }
+
+// Channels [first, first + count) of one task, of the convolution `part`.
 struct Block {
+  int part;
   int64_t first;
   int64_t count;
 };
 
-inline int64_t num_blocks(const Args& args) { return (args.num_channels + kChannels - 1) / kChannels; }
+inline int64_t num_blocks(const Args& args, int part) { return (args.num_channels[part] + kChannels - 1) / kChannels; }
 
+// Tasks are blocks of the first part, then of the next ones.
 inline Block block_of_task(const Args& args, int64_t task) {
+  int part = 0;
+  for (; task >= num_blocks(args, part); ++part) task -= num_blocks(args, part);
   const int64_t first = task * kChannels;
-  return {first, std::min<int64_t>(kChannels, args.num_channels - first)};
+  return {part, first, std::min<int64_t>(kChannels, args.num_channels[part] - first)};
 }
 
 // weight [W][channel] and bias in fp32. Channels past the block's are zero and stored nowhere.
@@ -30,36 +39,44 @@ struct Taps {
   Row bias = {};
 
   void load(const Args& args, const Block& block) {
+    const void* weights = args.weight[block.part];
+    const void* biases = args.bias[block.part];
     for (int w = 0; w < args.width; ++w) {
-      load_row(weight[w], args.weight, args.weight_dtype, block.first * args.width + w, args.width, block.count);
+      load_row(weight[w], weights, args.weight_dtype, block.first * args.width + w, args.width, block.count);
     }
-    if (args.bias) load_row(bias, args.bias, args.weight_dtype, block.first, 1, block.count);
+    if (biases) load_row(bias, biases, args.weight_dtype, block.first, 1, block.count);
   }
 };
 
-inline void load_tokens(Row& row, const void* tokens, const int64_t strides[2], int64_t t, const Block& block) {
-  load_row(row, tokens, kDtype, t * strides[0] + block.first * strides[1], strides[1], block.count);
+// Of the block's part among the tensors of all parts, as below.
+inline void load_tokens(Row& row, void* const tokens[kParts], const int64_t strides[2 * kParts], int64_t t,
+                        const Block& block) {
+  const int64_t* of_part = strides + 2 * block.part;
+  const int64_t offset = t * of_part[0] + block.first * of_part[1];
+  load_row(row, tokens[block.part], kDtype, offset, of_part[1], block.count);
 }
 
-inline void store_tokens(void* tokens, int64_t t, const Args& args, const Row& row, const Block& block) {
-  store_row(tokens, kDtype, t * args.num_channels + block.first, 1, row, block.count);
+inline void store_tokens(void* const tokens[kParts], int64_t t, const Args& args, const Row& row, const Block& block) {
+  store_row(tokens[block.part], kDtype, t * args.num_channels[block.part] + block.first, 1, row, block.count);
 }
 
 // Slot j of document n in a state [N, D, W - 1]: an offset, and W - 1 as stride.
 inline int64_t state_offset(const Args& args, int64_t n, int slot, const Block& block) {
-  return (n * args.num_channels + block.first) * (args.width - 1) + slot;
+  return (n * args.num_channels[block.part] + block.first) * (args.width - 1) + slot;
 }
 
-inline void load_state(Row& row, const void* state, const Args& args, int64_t n, int slot, const Block& block) {
-  if (state) {
+inline void load_state(Row& row, void* const states[kParts], const Args& args, int64_t n, int slot,
+                       const Block& block) {
+  if (const void* state = states[block.part]) {
     load_row(row, state, args.state_dtype, state_offset(args, n, slot, block), args.width - 1, block.count);
   } else {
     std::fill_n(row, kChannels, 0.0f);
   }
 }
 
-inline void store_state(void* state, const Args& args, int64_t n, int slot, const Row& row, const Block& block) {
-  store_row(state, args.state_dtype, state_offset(args, n, slot, block), args.width - 1, row, block.count);
+inline void store_state(void* const states[kParts], const Args& args, int64_t n, int slot, const Row& row,
+                        const Block& block) {
+  store_row(states[block.part], args.state_dtype, state_offset(args, n, slot, block), args.width - 1, row, block.count);
 }
 
 // The last W rows of ext: row e stands at e mod W.
@@ -129,9 +146,6 @@ inline Status refuse_null(const char* name) {
 }
 
 inline Status check_sizes_and_inputs(const Args& args) {
-  if (args.num_channels < 1) {
-    return fail(kBadArgument, "num_channels is %lld; give at least one", static_cast<long long>(args.num_channels));
-  }
   if (args.num_documents < 0) {
     return fail(kBadArgument, "num_documents is %lld; give zero or more", static_cast<long long>(args.num_documents));
   }
@@ -143,7 +157,14 @@ inline Status check_sizes_and_inputs(const Args& args) {
                 args.weight_dtype, args.state_dtype);
   }
   if (args.num_threads < 1) return fail(kBadArgument, "num_threads is %d; give at least one", args.num_threads);
-  if (!args.weight) return refuse_null("weight");
+  for (int p = 0; p < kParts; ++p) {
+    if (!has_part(args, p)) continue;
+    if (args.num_channels[p] < 1) {
+      return fail(kBadArgument, "num_channels is %lld; give at least one",
+                  static_cast<long long>(args.num_channels[p]));
+    }
+    if (!args.weight[p]) return refuse_null("weight");
+  }
   if (!args.cu_seqlens) return refuse_null("cu_seqlens");
   const auto* cu_seqlens = static_cast<const int64_t*>(args.cu_seqlens);
   for (int64_t n = 0; n < args.num_documents; ++n) {
@@ -159,6 +180,12 @@ inline Status check_sizes_and_inputs(const Args& args) {
 // Whether any document has a token: without one, tensors of tokens may be null.
 inline bool has_tokens(const Args& args) {
   return static_cast<const int64_t*>(args.cu_seqlens)[args.num_documents] > 0;
+}
+
+inline void grid_size(const Args& args, int64_t size[3]) {
+  size[0] = 0;
+  for (int p = 0; p < kParts; ++p) size[0] += num_blocks(args, p);
+  size[1] = size[2] = 1;
 }
 
 // Calls worker.template run<W>(task) for the width of the launch.
