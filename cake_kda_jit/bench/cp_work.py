@@ -12,6 +12,7 @@ from ..cp.channel import Channel, Exchange
 from ..cp.context import KcpContext
 from ..cp.virtual import VirtualGroup
 from ..ops.api import causal_conv1d, chunk_kda
+from ..ops.parallel import short_convolutions
 from ..ops.problem import KdaOptions
 
 CONV_WIDTH = 4
@@ -71,11 +72,17 @@ class RankWork:
         self._parameters = [leaf(inputs.A_log), leaf(inputs.dt_bias)]
         self._do = inputs.do[:, :tokens]
 
-    def _module(self) -> torch.Tensor:
-        q, k, v = (
-            causal_conv1d(x, weight, activation="silu", **self._documents)[0].view(self._g.shape)
+    def convolutions(self) -> tuple[torch.Tensor, ...]:
+        """Return q, k and v behind their convolutions, ``[1, T, H K]``; as in the layer, ranks exchange once."""
+        if "cp_context" in self._documents:
+            return short_convolutions(self._projected, self._weights, **self._documents)
+        return tuple(
+            causal_conv1d(x, weight, activation="silu", **self._documents)[0]
             for x, weight in zip(self._projected, self._weights)
         )
+
+    def _module(self) -> torch.Tensor:
+        q, k, v = (y.view(self._g.shape) for y in self.convolutions())
         A_log, dt_bias = self._parameters
         o, _ = chunk_kda(
             q,

@@ -2,11 +2,16 @@
 
 Run ``python -m cake_kda_jit.bench virtual_time [--device cuda] [--json FILE]``. One rank runs at a time, and its time
 ends with its device's work, so the sum holds what ranks wait for their own hosts as well. Runs of all arms in turn.
+
+Ranks are threads, and the host runs each on a core whose caches went cold while it waited for another. With
+``--one-core`` they take turns on one core, where what they run stays in the caches, as it does on the core of a rank
+that has a process of its own.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -56,26 +61,35 @@ def step(pack: Pack, part: Callable[[Tensor], Tensor] = _whole) -> Callable[...,
     return run
 
 
-def arm_of_ranks(pack: Pack, layout: str, ranks: int, limits: dict[str, object]) -> Callable[[bool], list[float]]:
+Arm = Callable[[bool, int | None], list[float]]
+"""A run with a backward or without, ranks on one core or wherever: seconds."""
+
+
+def arm_of_ranks(pack: Pack, layout: str, ranks: int, limits: dict[str, object]) -> Arm:
     """Return a run of virtual ranks: their seconds."""
     partition = getattr(Partition, layout)(pack.boundaries, ranks)
     ctx = KcpContext(partition, VirtualGroup(ranks), options=KcpOptions(**limits))
     steps = [step(pack, partial(partition.shard, rank=rank)) for rank in range(ranks)]
 
-    def run(has_backward: bool) -> list[float]:
-        return run_virtual(ctx, lambda rank, own: steps[rank](has_backward, cp_context=own)).seconds
+    def run(has_backward: bool, core: int | None) -> list[float]:
+        def work(rank: int, own: KcpContext) -> None:
+            if core is not None:
+                os.sched_setaffinity(0, {core})  # of the rank's thread, which ends with the run
+            steps[rank](has_backward, cp_context=own)
+
+        return run_virtual(ctx, work).seconds
 
     return run
 
 
-def arm_of_one_device(pack: Pack, limits: dict[str, object]) -> Callable[[bool], list[float]]:
-    """Return a run without ranks, by the same clock: its seconds."""
+def arm_of_one_device(pack: Pack, limits: dict[str, object]) -> Arm:
+    """Return a run without ranks, by the same clock and on its own thread's core: its seconds."""
     heads, head_dim = pack.do.shape[2:]
     plan = make_plan(pack.problem.cu_seqlens, num_heads=heads, head_dim=head_dim, device=pack.do.device)
     whole, options = step(pack), KdaOptions(**limits)
     finish = torch.cuda.synchronize if pack.do.is_cuda else lambda: None
 
-    def run(has_backward: bool) -> list[float]:
+    def run(has_backward: bool, _core: int | None) -> list[float]:
         finish()
         began = time.perf_counter()
         whole(has_backward, plan=plan, options=options)
@@ -85,8 +99,10 @@ def arm_of_one_device(pack: Pack, limits: dict[str, object]) -> Callable[[bool],
     return run
 
 
-def rows_of(pack: Pack, name: str, ranks: int, runs: int, limits: dict[str, object]) -> list[Row]:
-    """Return the total time of every arm, forward and forward + backward."""
+def rows_of(
+    pack: Pack, name: str, ranks: int, runs: int, limits: dict[str, object], core: int | None = None
+) -> list[Row]:
+    """Return the total time of every arm, forward and forward + backward; ranks on a core, None for any."""
     arms = {ONE_DEVICE: arm_of_one_device(pack, limits)}
     arms |= {layout: arm_of_ranks(pack, layout, ranks, limits) for layout in LAYOUTS}
     rows = []
@@ -94,7 +110,8 @@ def rows_of(pack: Pack, name: str, ranks: int, runs: int, limits: dict[str, obje
         found: dict[str, list[float]] = {arm: [] for arm in arms}
         for number in range(2 + runs):
             for arm, run in arms.items():
-                total = 1e3 * sum(run(has_backward))
+                # A first run may compile, on all cores.
+                total = 1e3 * sum(run(has_backward, core if number else None))
                 if number > 1:
                     found[arm].append(total)
         for arm, times in found.items():
@@ -122,17 +139,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=RANKS)
     parser.add_argument("--runs", type=int, default=RUNS)
     parser.add_argument("--backward", default="saved", choices=("saved", "replay"))
+    parser.add_argument(
+        "--one-core", action="store_true", help="run the ranks' threads on one core of the host (Linux)"
+    )
     parser.add_argument("--json", type=Path, help="write the rows here")
     options = parser.parse_args(argv)
+    if options.one_core and not hasattr(os, "sched_setaffinity"):
+        parser.error("--one-core: this system cannot keep a thread on a core")
     device = torch.device(options.device)
     lengths = Sizes(options.heads, options.head_dim, options.tokens).lengths(options.pack)
     pack = make_pack(lengths, heads=options.heads, head_dim=options.head_dim, device=device)
     limits = {"backward": options.backward}
-    rows = rows_of(pack, options.pack, options.ranks, options.runs, limits)
+    core = max(os.sched_getaffinity(0)) if options.one_core else None
+    rows = rows_of(pack, options.pack, options.ranks, options.runs, limits, core)
     what = (
         f"chunk_kda of {sum(lengths)} tokens, H = {options.heads}, K = V = {options.head_dim}, bf16, "
         f"{options.backward}: virtual ranks together"
     )
+    what += " on one core of the host" if options.one_core else ""
     print_rows(what, rows)
     if options.json:
         write_report(options.json, what, "cake_kda_jit.bench.virtual_time", device, rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import asdict
 from functools import cached_property
 from typing import Any
@@ -16,6 +16,7 @@ from ..ops.checks import DTYPE_NAMES
 from ..ops.operators import untraced
 from ..ops.parallel import ParallelContext
 from ..ops.plan import PlanHeads
+from ..ops.recorder import Recording
 from .agreement import ERROR, shown
 from .channel import Channel
 from .comm import TorchChannel
@@ -94,6 +95,8 @@ class KcpContext(ParallelContext):
         self.num_entered = 0
         self._num_operations = 0
         self._cache: dict[tuple, Any] = {}
+        self.parts: dict[Hashable, Recording] = {}
+        self.checked: dict[Hashable, tuple] = {}
         self.handle = next(_numbers)
         _contexts[self.handle] = self
 
@@ -175,7 +178,7 @@ class KcpContext(ParallelContext):
 
     def attention(self, tensors, transforms, *, output_final_state, keep):
         """See ParallelContext. What a compiled graph takes from here are numbers, which may differ in its next call."""
-        from .library import OPERATORS
+        from .library import attend
 
         q, v = tensors[0], tensors[2]
         problem = (DTYPE_NAMES[q.dtype], q.shape[2], v.shape[2], v.shape[3], q.device.type)
@@ -184,10 +187,8 @@ class KcpContext(ParallelContext):
         self.prepare(q.device)
         options = (self.options.backward, self.options.checkpoint_tokens, self.options.keep_decayed_qk)
         sizes = (self.handle, self.num_documents, *self._sizes)
-        o, final_state, *_ = OPERATORS.kcp_chunk_kda_forward(
-            *tensors, *sizes, *transforms, *options, output_final_state, keep
-        )
-        return o, final_state
+        arguments = (*tensors, *sizes, *transforms, *options)
+        return attend(arguments, output_final_state=output_final_state, keep=keep)
 
     def convolution(self, tensors, *, use_silu, output_final_state):
         """See ParallelContext."""
@@ -197,6 +198,14 @@ class KcpContext(ParallelContext):
         sizes = (self.handle, self.num_documents, self.num_entered)
         y, final_state, *_ = OPERATORS.kcp_causal_conv1d_forward(*tensors, *sizes, use_silu, output_final_state)
         return y, final_state
+
+    def short_convolutions(self, rows, weights):
+        """See ParallelContext."""
+        from .library import OPERATORS
+
+        self.prepare(rows[0].device)
+        *found, _ = OPERATORS.kcp_short_convolutions_forward(*rows, *weights, self.handle, self.num_entered)
+        return tuple(found)
 
     @untraced
     def _fix_problem(self, problem: tuple, device: torch.device) -> None:
@@ -237,7 +246,12 @@ class KcpContext(ParallelContext):
         """Return the tables of this rank's spans on a device, for the heads of the first call."""
         _, heads, value_heads, head_dim, _ = self._problem
         sizes = PlanHeads(heads, value_heads, head_dim)
-        return self.cached(("tables", device), lambda: make_tables(self.parallel_plan, self.rank, sizes, device))
+        has_checkpoints = self.options.backward == "replay"
+
+        def make() -> LocalTables:
+            return make_tables(self.parallel_plan, self.rank, sizes, device, has_checkpoints=has_checkpoints)
+
+        return self.cached(("tables", device), make)
 
     def cached(self, key: tuple, make: Callable[[], Any]) -> Any:
         """Return what ``make()`` returned when the key was first asked for."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 
 from ..ops.forward import Context, make_context
-from ..ops.pipeline import Pipeline, Tiles
+from ..ops.pipeline import Tiles
 from ..ops.select import select_attention
 from ..ops.workspace import HeadBlock
-from .passes import ParallelPass
+from .parts import Tensors
+from .passes import EVERY_HEAD, ParallelPass, Part
 from .tables import PhaseTables
 
 
@@ -19,15 +21,12 @@ class _Forward:
 
     def __init__(self, call: ParallelPass, output_final_state: bool, keep: bool) -> None:
         self.call, self.phases = call, call.tables.forward
-        inputs, options = call.inputs, call.ctx.options
-        if keep:
-            # A target without a backward is refused here, not after the forward of a whole model.
-            select_attention("chunk_grad", inputs.problem, call.pipeline.family)
-        self.o = torch.empty(inputs.v.shape, dtype=inputs.v.dtype, device=inputs.v.device)
-        self.context: Context = make_context(inputs, options, keep)
-        self.M = call.pipeline.summaries() if self.context.M is None else self.context.M
-        self.B = call.pipeline.summaries()
-        self.heads_exit = call.state(self.phases.heads.size)
+        inputs = call.inputs
+        made = call.run_part(f"make, keep={keep}", EVERY_HEAD, partial(self._make, keep), {})
+        self.o, self.heads_exit, self.B, own_M, *context = made
+        self.context = Context(*context)
+        self.M = self.context.M if own_M is None else own_M
+        self.tensors = {"o": self.o, "B": self.B, **vars(self.context), "M": self.M}
         self.entered_entry: torch.Tensor | None = None
         self.whole_exit = self.entered_exit = None
         if output_final_state:
@@ -38,36 +37,80 @@ class _Forward:
             for phase in (self.phases.heads, self.phases.whole)
         )
 
+    def _make(self, keep: bool, part: Part) -> Sequence:
+        """o, what leaves heads, B, M where the context does not keep it, and what the context does."""
+        pipeline = part.pipeline()
+        if keep:
+            # A target without a backward is refused here, not after the forward of a whole model.
+            select_attention("chunk_grad", pipeline.inputs.problem, pipeline.family)
+        # Every row of M is written.
+        context = make_context(pipeline.inputs, self.call.ctx.options, keep, ("checkpoints",))
+        own_M = pipeline.summaries() if context.M is None else None
+        states = pipeline.inputs.empty(self.call.state_shape(self.phases.heads.size))
+        return (
+            pipeline.inputs.empty_rows(part.tensors["v"]),
+            states,
+            pipeline.summaries(),
+            own_M,
+            *vars(context).values(),
+        )
+
     def steps(self, block: HeadBlock) -> Iterator[None]:
         """All of a head block; yields while its exchange is under way."""
         call, phases = self.call, self.phases
-        tiles = None
+        memory = None
         if call.has_chunks:
-            tiles = call.pipeline.make_tiles(block, **self.context.tiles(block))
-            call.pipeline.prepare(block, tiles)
-            call.summarize(block, tiles, M=self.M, B=self.B)
-            self._scan(block, tiles, phases.heads, self.heads_entry, self.heads_exit)
+            edges = self._edges(phases.heads, self.heads_entry, self.heads_exit)
+            (memory,) = call.run_part("first", block, self._first, {"summarized": call.tables.summarized} | edges)
         finish = call.start(block, self.heads_exit, self.M, self.B)
-        if call.has_chunks:
-            self._scan(block, tiles, phases.whole, self.whole_entry, self.whole_exit)
+        if call.has_chunks and phases.whole.size:
+            edges = self._edges(phases.whole, self.whole_entry, self.whole_exit)
+            call.run_part("whole", block, self._whole, {"memory": memory} | edges)
+        entered = None
+        if call.has_chunks and phases.entered.size:
+            edges = self._edges(phases.entered, None, self.entered_exit)
+            entered = call.prepare_part("entered", block, self._entered, {"memory": memory} | edges)
         yield
         self.entered_entry = call.filled(self.entered_entry, block, finish())
-        if call.has_chunks:
-            self._scan(block, tiles, phases.entered, self.entered_entry, self.entered_exit)
+        if entered is not None:
+            entered({"entry": self.entered_entry})
 
-    def _scan(self, block: HeadBlock, tiles: Tiles, phase: PhaseTables, entry, exit_) -> None:
+    def _edges(self, phase: PhaseTables, entry: torch.Tensor | None, exit_: torch.Tensor | None) -> Tensors:
+        """What a part that scans a phase is given."""
+        tables = {"segment_table": phase.segment_table, "summary_offsets": phase.summary_offsets}
+        return self.tensors | tables | {"entry": entry, "exit": exit_}
+
+    def _first(self, part: Part) -> Sequence:
+        tiles = part.pipeline().make_tiles(part.block, **part.context.tiles(part.block))
+        part.pipeline().prepare(part.block, tiles)
+        part.summarize(tiles, M=part.tensors["M"], B=part.tensors["B"])
+        self._scan(part, tiles, self.phases.heads)
+        return (tiles.memory,)
+
+    def _whole(self, part: Part) -> Sequence:
+        self._scan(part, part.tiles(), self.phases.whole)
+        return ()
+
+    def _entered(self, part: Part) -> Sequence:
+        self._scan(part, part.tiles(), self.phases.entered)
+        return ()
+
+    def _scan(self, part: Part, tiles: Tiles, phase: PhaseTables) -> None:
         if phase.size == 0:
             return
-        pipeline: Pipeline = self.call.of_phase(phase, entry)
-        segment_entry = pipeline.walk(block, self.M, self.B, entry, transpose=False) if phase.is_cut else None
+        tensors, context, entry = part.tensors, part.context, part.tensors["entry"]
+        pipeline = part.pipeline(tensors["segment_table"], tensors["summary_offsets"], entry)
+        segment_entry = None
+        if phase.is_cut:
+            segment_entry = pipeline.walk(part.block, tensors["M"], tensors["B"], entry, transpose=False)
         outputs = {
-            "o": self.o,
-            "final_state": exit_,
-            "h": self.context.block("h", block),
-            "v_new": self.context.block("v_new", block),
-            "checkpoints": self.context.checkpoints,
+            "o": tensors["o"],
+            "final_state": tensors["exit"],
+            "h": context.block("h", part.block),
+            "v_new": context.block("v_new", part.block),
+            "checkpoints": context.checkpoints,
         }
-        pipeline.scan(block, tiles, segment_entry, outputs, self.call.ctx.options.checkpoint_tokens)
+        pipeline.scan(part.block, tiles, segment_entry, outputs, self.call.ctx.options.checkpoint_tokens)
 
     def final_state(self) -> torch.Tensor:
         """``[N, HV, K, V]``: rows of the documents that end here, 0 elsewhere."""

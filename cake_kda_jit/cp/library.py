@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from ..ops.calls import are_plain, is_eager, node
 from ..ops.forward import CONTEXT_NAMES, Context, context_dtype, context_shapes
 from ..ops.inputs import Inputs, joined
 from ..ops.operations import given_like, whole_direction
-from ..ops.operators import NAMESPACE, define, differentiate, present, refuse_gradient, whole
+from ..ops.operators import NAMESPACE, define, differentiate, present, refuse_gradient, untraced, whole
 from ..ops.problem import KdaOptions
+from ..runtime.launch import operation
 from .backward import parallel_backward
 from .context import KcpContext, get_context
 from .conv import ConvTensors, parallel_conv_backward, parallel_conv_forward
@@ -35,6 +37,11 @@ _NUM_ARGUMENTS = 21  # tensors, sizes, transforms, and the options that say what
 _CONV_TENSORS = "Tensor x, Tensor weight, Tensor? bias, Tensor? initial_state, "
 _CONV_SIZES = "SymInt context, SymInt num_documents, SymInt num_entered"
 _NUM_CONV_TENSORS = 4
+_SHORT_TENSORS = (
+    "Tensor q, Tensor k, Tensor v, Tensor q_weight, Tensor k_weight, Tensor v_weight, "
+    "SymInt context, SymInt num_entered"
+)
+_NUM_SHORT = 3
 
 
 def _given(tensor: torch.Tensor | None, input_: torch.Tensor | None) -> torch.Tensor | None:
@@ -61,11 +68,14 @@ def _split(arguments) -> tuple[KcpContext, tuple, tuple]:
     return get_context(arguments[_NUM_TENSORS]), tensors, arguments[_FIRST_TRANSFORM:_END_TRANSFORM]
 
 
-def _forward(*arguments):
+def _attend(*arguments) -> tuple[torch.Tensor, torch.Tensor | None, Context]:
     output_final_state, keep = arguments[_NUM_ARGUMENTS:]
-    o, final_state, context = parallel_forward(
-        make_pass(*_split(arguments), backward=False), output_final_state=output_final_state, keep=keep
-    )
+    call = make_pass(*_split(arguments), backward=False)
+    return parallel_forward(call, output_final_state=output_final_state, keep=keep)
+
+
+def _forward(*arguments):
+    o, final_state, context = _attend(*arguments)
     kept = (getattr(context, name) for name in CONTEXT_NAMES)
     return o, *(present(tensor, o) for tensor in (final_state, *kept))
 
@@ -87,7 +97,8 @@ def _forward_fake(*arguments):
 
 def _backward(do, dfinal_state, *rest):
     context, arguments = Context(*rest[: len(CONTEXT_NAMES)]), rest[len(CONTEXT_NAMES) :]
-    found = parallel_backward(make_pass(*_split(arguments), backward=True), context, joined(do, 3), dfinal_state)
+    call = make_pass(*_split(arguments), backward=True, do=joined(do, 3))
+    found = parallel_backward(call, context, dfinal_state)
     others = (found.dA_log, found.ddt_bias, found.dinitial_state)
     return found.dq, found.dk, found.dv, found.dg, found.dbeta, *(present(tensor, do) for tensor in others)
 
@@ -123,12 +134,53 @@ def _autograd(ctx, do, dfinal_state, *_):
     saved = ctx.saved_tensors  # read once: under activation checkpointing a second reading is an error
     saved = (*saved[:_NUM_STRIDED], *whole(saved[_NUM_STRIDED:]))
     tensors, kept = saved[:_NUM_TENSORS], saved[_NUM_TENSORS:]
-    do = given_like(do, tensors[2])
-    gradients = OPERATORS.kcp_chunk_kda_backward(do, _wanted(dfinal_state), *kept, *tensors, *ctx.options)
+    arguments = (given_like(do, tensors[2]), _wanted(dfinal_state), *kept, *tensors, *ctx.options)
+    if is_eager() and not torch.is_grad_enabled():
+        with operation():
+            gradients = _backward(*arguments)
+    else:
+        gradients = OPERATORS.kcp_chunk_kda_backward(*arguments)
     return (*map(_given, gradients, tensors), *[None] * (_NUM_ARGUMENTS - _NUM_TENSORS + 2))
 
 
 differentiate("kcp_chunk_kda_forward", _setup, _autograd)
+
+
+class _Attention(torch.autograd.Function):
+    """The operator without the dispatcher, which takes the host as long as the launches of a forward."""
+
+    @staticmethod
+    def forward(ctx, rest, *tensors):
+        with operation():
+            o, final_state, context = _attend(*tensors, *rest)
+        ctx.set_materialize_grads(False)
+        ctx.options = rest[: _NUM_ARGUMENTS - _NUM_TENSORS]
+        ctx.alive = _kept_alive(rest[0])
+        ctx.save_for_backward(*tensors, *(getattr(context, name) for name in CONTEXT_NAMES))
+        return o, final_state
+
+    @staticmethod
+    @untraced
+    def backward(ctx, do, dfinal_state):
+        return None, *_autograd(ctx, do, dfinal_state)[:_NUM_TENSORS]
+
+
+_apply_attention = node("kcp_chunk_kda", _Attention)
+
+
+def attend(arguments: tuple, *, output_final_state: bool, keep: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Run the forward's operator, or what it does where nobody looks; ``arguments`` are its tensors and options."""
+    tensors, rest = arguments[:_NUM_TENSORS], (*arguments[_NUM_TENSORS:], output_final_state, keep)
+    if not (is_eager() and are_plain(tensors)):
+        o, final_state, *_ = OPERATORS.kcp_chunk_kda_forward(*tensors, *rest)
+        return o, final_state
+    if keep:
+        return _apply_attention(rest, *tensors)
+    with operation():
+        o, final_state, _ = _attend(*tensors, *rest)
+    return o, final_state
+
+
 refuse_gradient("kcp_chunk_kda_backward")
 
 
@@ -138,8 +190,8 @@ refuse_gradient("kcp_chunk_kda_backward")
 def _conv_forward(x, weight, bias, initial_state, *rest):
     handle, *_, use_silu, output_final_state = rest
     tensors = ConvTensors(x[0], weight, bias, initial_state)
-    y, final_state, halo = parallel_conv_forward(get_context(handle), tensors, use_silu, output_final_state)
-    return y.view(x.shape), present(final_state, x), halo
+    (found,), halo = parallel_conv_forward(get_context(handle), [tensors], use_silu, output_final_state)
+    return found.y.view(x.shape), present(found.final_state, x), halo
 
 
 def _conv_forward_fake(x, weight, bias, initial_state, *rest):
@@ -154,9 +206,8 @@ def _conv_forward_fake(x, weight, bias, initial_state, *rest):
 def _conv_backward(dy, dfinal_state, halo, *rest):
     (x, *others), (handle, *_, use_silu) = rest[:_NUM_CONV_TENSORS], rest[_NUM_CONV_TENSORS:]
     tensors = ConvTensors(x[0], *others)
-    found = parallel_conv_backward(get_context(handle), dy[0], dfinal_state, halo, tensors, use_silu)
-    dx, dweight, dbias, dinitial_state = found
-    return dx.view(x.shape), dweight, present(dbias, dx), present(dinitial_state, dx)
+    (found,) = parallel_conv_backward(get_context(handle), [dy[0]], dfinal_state, halo, [tensors], use_silu)
+    return found.x.view(x.shape), found.weight, present(found.bias, x), present(found.initial_state, x)
 
 
 def _conv_backward_fake(dy, dfinal_state, halo, *rest):
@@ -195,6 +246,68 @@ def _conv_autograd(ctx, dy, dfinal_state, _):
 
 differentiate("kcp_causal_conv1d_forward", _conv_setup, _conv_autograd)
 refuse_gradient("kcp_causal_conv1d_backward")
+
+
+# ---- the three convolutions of a layer, with SiLU: one exchange ------------------------------------------------------
+
+
+def _short_tensors(arguments) -> list[ConvTensors]:
+    rows, weights = arguments[:_NUM_SHORT], arguments[_NUM_SHORT : 2 * _NUM_SHORT]
+    return [ConvTensors(x[0], weight, None, None) for x, weight in zip(rows, weights)]
+
+
+def _short_forward(*arguments):
+    ctx = get_context(arguments[2 * _NUM_SHORT])
+    found, halo = parallel_conv_forward(ctx, _short_tensors(arguments), use_silu=True, output_final_state=False)
+    return *(one.y.view(x.shape) for one, x in zip(found, arguments)), halo
+
+
+def _short_forward_fake(*arguments):
+    rows, num_entered, width = arguments[:_NUM_SHORT], arguments[-1], arguments[_NUM_SHORT].shape[1]
+    halo = (num_entered, sum(x.shape[2] for x in rows), width - 1)
+    return *(x.new_empty(x.shape) for x in rows), rows[0].new_empty(halo, dtype=torch.float32)
+
+
+def _short_backward(*arguments):
+    all_dy, halo, rest = arguments[:_NUM_SHORT], arguments[_NUM_SHORT], arguments[_NUM_SHORT + 1 :]
+    ctx, tensors = get_context(rest[2 * _NUM_SHORT]), _short_tensors(rest)
+    found = parallel_conv_backward(ctx, [dy[0] for dy in all_dy], None, halo, tensors, use_silu=True)
+    return *(one.x.view(dy.shape) for one, dy in zip(found, all_dy)), *(one.weight for one in found)
+
+
+def _short_backward_fake(*arguments):
+    return tuple(tensor.new_empty(tensor.shape) for tensor in arguments[_NUM_SHORT + 1 :][: 2 * _NUM_SHORT])
+
+
+define(
+    f"kcp_short_convolutions_forward({_SHORT_TENSORS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    _short_forward,
+    _short_forward_fake,
+)
+define(
+    f"kcp_short_convolutions_backward(Tensor dq, Tensor dk, Tensor dv, Tensor halo, {_SHORT_TENSORS})"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _short_backward,
+    _short_backward_fake,
+)
+
+
+def _short_setup(ctx, inputs, output):
+    ctx.set_materialize_grads(False)
+    ctx.sizes = inputs[2 * _NUM_SHORT :]
+    ctx.alive = _kept_alive(ctx.sizes[0])
+    ctx.save_for_backward(output[_NUM_SHORT], *inputs[: 2 * _NUM_SHORT])
+
+
+def _short_autograd(ctx, *gradients):
+    halo, *tensors = ctx.saved_tensors
+    rows, weights = tensors[:_NUM_SHORT], whole(tensors[_NUM_SHORT:])
+    all_dy = [given_like(dy, x) for dy, x in zip(gradients, rows)]
+    return OPERATORS.kcp_short_convolutions_backward(*all_dy, halo.contiguous(), *rows, *weights, *ctx.sizes)
+
+
+differentiate("kcp_short_convolutions_forward", _short_setup, _short_autograd)
+refuse_gradient("kcp_short_convolutions_backward")
 
 
 # ---- tokens of all ranks ---------------------------------------------------------------------------------------------

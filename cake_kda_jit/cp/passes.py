@@ -11,19 +11,23 @@ Per head block, forward and, the other way round, backward:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from ..ops.calls import num_threads
+from ..ops.forward import CONTEXT_NAMES, Context
 from ..ops.inputs import Inputs, Transforms
 from ..ops.pipeline import Pipeline, Tiles
-from ..ops.walk import walk
+from ..ops.recorder import Executor, layout_of
+from ..ops.walk import walk, walk_into
 from ..ops.workspace import HeadBlock, head_blocks, tile_bytes_per_head
+from .parts import Tensors, run_part
 from .states import Given, OwnSpans, RelayExchange, WalkExchange
-from .tables import LocalTables, PhaseTables
+from .tables import LocalTables
 
 if TYPE_CHECKING:
     from .context import KcpContext
@@ -39,6 +43,10 @@ RANK_LIMIT = 6_400_000_000
 The same for both backwards: a rank holds a part of a pack, in long spans, and heads that take turns have each the time
 of the longest chain.
 """
+GIVEN = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "chunk_table")
+"""The inputs that every part of a pass is given."""
+EVERY_HEAD = HeadBlock(0, 0)
+"""In the key of a part that no block of heads is cut for."""
 SKIP_NOTHING = {"first_M": False, "first_B": False, "last_B": False}
 
 
@@ -49,6 +57,7 @@ class ParallelPass:
     ctx: KcpContext
     tables: LocalTables
     pipeline: Pipeline
+    do: torch.Tensor | None
     backward: bool
     label: str
 
@@ -62,11 +71,14 @@ class ParallelPass:
         """Whether the rank holds any token."""
         return self.pipeline.num_chunks > 0
 
+    def state_shape(self, size: int) -> tuple[int, int, int, int]:
+        """``[size, HV, K, V]``."""
+        inputs = self.inputs
+        return size, inputs.num_value_heads, inputs.head_dim, inputs.head_dim
+
     def state(self, size: int) -> torch.Tensor:
         """Return an empty fp32 tensor ``[size, HV, K, V]``."""
-        inputs = self.inputs
-        shape = (size, inputs.num_value_heads, inputs.head_dim, inputs.head_dim)
-        return torch.empty(shape, dtype=torch.float32, device=inputs.k.device)
+        return torch.empty(self.state_shape(size), dtype=torch.float32, device=self.inputs.device)
 
     def filled(self, states: torch.Tensor | None, block: HeadBlock, values: torch.Tensor) -> torch.Tensor:
         """Return states of all heads with a block's ``[n, HB, K, V]``; None before the first block."""
@@ -76,15 +88,51 @@ class ParallelPass:
         states[:, block.first : block.first + block.count] = values
         return states
 
-    def of_phase(self, phase: PhaseTables, initial_state: torch.Tensor | None = None) -> Pipeline:
-        """Return the pipeline over the spans of a phase, as documents."""
-        inputs = replace(
-            self.inputs,
-            segment_table=phase.segment_table,
-            summary_offsets=phase.summary_offsets,
-            initial_state=initial_state,
-        )
-        return replace(self.pipeline, inputs=inputs)
+    def run_part(self, name: str, block: HeadBlock, function: Callable[[Part], Sequence], tensors: Tensors) -> Sequence:
+        """Return ``function(part)``, recorded once for calls on tensors of the same layouts.
+
+        ``tensors`` are named; those of the rank's inputs are added. All that are not the caller's are contiguous.
+        """
+        return self.prepare_part(name, block, function, tensors)({})
+
+    def prepare_part(
+        self, name: str, block: HeadBlock, function: Callable[[Part], Sequence], tensors: Tensors
+    ) -> Callable[[Tensors], Sequence]:
+        """Return ``run_part`` as a function of the tensors that come late, for the time that a rank waits for them."""
+        tensors = self.given | tensors
+        key = (self.backward, name, block, self.key, *[one is None for one in tensors.values()])
+
+        def record(executor: Executor, operands: Tensors) -> Sequence:
+            return function(Part(self, block, executor, operands))
+
+        return lambda late: run_part(self.ctx, key, tensors | late, record)
+
+    @cached_property
+    def given(self) -> Tensors:
+        """The inputs of all parts but states, by name, with the table of chunks."""
+        inputs = self.inputs
+        return {name: getattr(inputs, name) for name in GIVEN}
+
+    @cached_property
+    def key(self) -> tuple:
+        """What decides a pass's launches beside its direction and what is absent: layouts, transforms and options."""
+        strided = [layout_of(one) for one in (*self.given.values(), self.do)]
+        return (*strided, self.pipeline.transforms, *self.where)
+
+    @cached_property
+    def where(self) -> tuple:
+        """What decides every launch: the device, the cpu kernels' threads, and the walk."""
+        return self.inputs.device, num_threads(self.inputs.k), *self.form.values()
+
+    @cached_property
+    def form(self) -> dict[str, object]:
+        """The walk that the options name, as ``ops.walk`` takes it; ``transpose`` is missing."""
+        options = self.ctx.options
+        return {
+            "variant": options.transfer_walk,
+            "precision_mode": options.precision_mode,
+            "family": options.family,
+        }
 
     def blocks(self, states: int, values: int, kept: tuple[str, ...]) -> tuple[list[HeadBlock], int]:
         """Return the head blocks, alike on all ranks, and how many are under way at a time.
@@ -126,11 +174,6 @@ class ParallelPass:
 
     # ---- summaries and their exchange ----
 
-    def summarize(self, block: HeadBlock, tiles: Tiles, *, M, B, do=None) -> None:
-        """Fill the block's heads of the summary rows of all spans that have some."""
-        if self.tables.num_summaries and self.has_chunks:
-            self.pipeline.summarize(block, tiles, M=M, B=B, do=do, skip=SKIP_NOTHING)
-
     def inner_summaries(self, block: HeadBlock, M, B) -> tuple[torch.Tensor, torch.Tensor]:
         """Return M and B (or D) of the inner spans, ``[n, HB, K, V]``, from those of their segments."""
         inner = self.tables.inner
@@ -150,17 +193,26 @@ class ParallelPass:
 
     def walk(self, M, B, initial, offsets, *, transpose: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """The walk that the options name."""
-        options = self.ctx.options
-        return walk(
-            M,
-            B,
-            initial,
-            offsets,
-            variant=options.transfer_walk,
-            precision_mode=options.precision_mode,
-            transpose=transpose,
-            family=options.family,
-        )
+        return walk(M, B, initial, offsets, transpose=transpose, **self.form)
+
+    def walk_pool(self, exchange: WalkExchange, taken: torch.Tensor) -> torch.Tensor:
+        """See ``states.PoolWalker``."""
+        num_steps, num_found, size = exchange.num_entries, exchange.num_found, taken.shape[-1]
+
+        def function(executor: Executor, tensors: Tensors) -> Sequence:
+            each = tensors["taken"].view((taken.shape[0], 1, size, size))
+            pool = executor.empty((exchange.delivered.end, 1, size, size), torch.float32, taken.device)
+            M, B, initial = each[:num_steps], each[num_steps : 2 * num_steps], each[2 * num_steps :]
+            given, found = (M, B, initial, tensors["offsets"]), (pool[:num_steps], pool[num_steps:num_found])
+            walk_into(executor, given, found, transpose=self.backward, **self.form)
+            return (pool.view((exchange.delivered.end, size, size)),)
+
+        if num_steps == 0:
+            pool = taken.new_empty((exchange.delivered.end, size, size))
+            pool[:num_found] = taken
+            return pool
+        key = ("walk", self.backward, exchange.heads, *self.where)
+        return run_part(self.ctx, key, {"taken": taken, "offsets": exchange.offsets}, function)[0]
 
     def start(self, block: HeadBlock, heads: torch.Tensor, M, B) -> Callable[[], torch.Tensor]:
         """Start a block's exchange; the function returned ends it and gives what enters spans, ``[n, HB, K, V]``."""
@@ -170,7 +222,45 @@ class ParallelPass:
         exchange = get_exchange(self.ctx, block.count, self.backward, B.device)
         given = Given(heads[:, block.first : block.first + block.count], M, B)
         label = f"{self.label}, heads from {block.first}"
-        return exchange.start(self.ctx.channel, label, given, partial(self.walk, transpose=self.backward))
+        walker = self.walk_pool if isinstance(exchange, WalkExchange) else partial(self.walk, transpose=self.backward)
+        return exchange.start(self.ctx.channel, label, given, walker)
+
+
+class Part(NamedTuple):
+    """A part of a pass on one head block: tensors, or operands, by name; see ``ParallelPass.run_part``."""
+
+    call: ParallelPass
+    block: HeadBlock
+    executor: Executor
+    tensors: Tensors
+
+    def pipeline(self, segment_table=None, summary_offsets=None, initial_state=None) -> Pipeline:
+        """Return the pipeline over the spans of a table, as documents."""
+        tensors, pipeline = self.tensors, self.call.pipeline
+        inputs = Inputs(
+            **{name: tensors[name] for name in GIVEN},
+            initial_state=initial_state,
+            segment_table=self.call.tables.all.segment_table if segment_table is None else segment_table,
+            summary_offsets=summary_offsets,
+            num_summaries=pipeline.inputs.num_summaries,
+            executor=self.executor,
+        )
+        return replace(pipeline, inputs=inputs)
+
+    @property
+    def context(self) -> Context:
+        """What the forward keeps."""
+        return Context(**{name: self.tensors[name] for name in CONTEXT_NAMES})
+
+    def tiles(self) -> Tiles:
+        """Return the tiles that the pass's first part has made."""
+        return self.pipeline().make_tiles(self.block, memory=self.tensors["memory"], **self.context.tiles(self.block))
+
+    def summarize(self, tiles: Tiles, *, M, B, do=None) -> None:
+        """Fill the block's heads of the summary rows of all spans that have some."""
+        if self.call.tables.num_summaries:
+            pipeline = self.pipeline(self.tensors["summarized"])
+            pipeline.summarize(self.block, tiles, M=M, B=B, do=do, skip=SKIP_NOTHING)
 
 
 def get_exchange(ctx: KcpContext, heads: int, backward: bool, device: torch.device) -> WalkExchange | RelayExchange:
@@ -186,7 +276,9 @@ def get_exchange(ctx: KcpContext, heads: int, backward: bool, device: torch.devi
         schedule = plan.schedule(ctx.exchange, rank, heads, backward)
         if ctx.exchange == "relay":
             return RelayExchange(schedule, own, heads, device)
-        return WalkExchange(schedule, own, heads, device, delivers=ctx.exchange == "spread", backward=backward)
+        return WalkExchange(
+            schedule, own, heads, device, rank=rank, delivers=ctx.exchange == "spread", backward=backward
+        )
 
     return ctx.cached(("exchange", heads, backward, device), make)
 
@@ -197,9 +289,11 @@ def make_inputs(tables: LocalTables, tensors: tuple) -> Inputs:
     return Inputs(*tensors, tables.chunk_table, every.segment_table, every.summary_offsets, tables.num_summaries, False)
 
 
-def make_pass(ctx: KcpContext, tensors: tuple, transforms: tuple, *, backward: bool) -> ParallelPass:
+def make_pass(
+    ctx: KcpContext, tensors: tuple, transforms: tuple, *, backward: bool, do: torch.Tensor | None = None
+) -> ParallelPass:
     """Return a pass over checked tensors and transforms. Every rank makes the same passes in the same order."""
     tables, options = ctx.tables(tensors[1].device), ctx.options
     inputs = make_inputs(tables, tensors)
     pipeline = Pipeline(inputs, Transforms(*transforms), options.family, options.transfer_walk, options.precision_mode)
-    return ParallelPass(ctx, tables, pipeline, backward, ctx.next_label("backward" if backward else "forward"))
+    return ParallelPass(ctx, tables, pipeline, do, backward, ctx.next_label("backward" if backward else "forward"))

@@ -17,6 +17,12 @@ from .schedule import Messages, RelaySchedule, Run, WalkSchedule
 Walker = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 """``walk(M, B, initial, offsets)`` of one direction: (entry, exit), as ``ops.walk.walk`` returns them."""
 
+PoolWalker = Callable[["WalkExchange", torch.Tensor], torch.Tensor]
+"""``walk(exchange, taken)``: M and B of all steps and the initial states, by which to fill a pool that it returns.
+
+In it stand what enters the steps, what leaves the chains, and room for what others find: see ``WalkExchange``.
+"""
+
 Key = tuple[int, int]
 """(chain, place in walking order)."""
 
@@ -71,19 +77,20 @@ def _rows(keys: Sequence[Key]) -> dict[Key, int]:
 
 
 class Layout:
-    """Where the messages of a round lie in a pool: one after the other, by peer."""
+    """Where the messages of a round lie in a pool: one after the other, by peer, from ``first`` on."""
 
-    def __init__(self, sizes: Mapping[int, int]) -> None:
+    def __init__(self, sizes: Mapping[int, int], first: int = 0) -> None:
+        self.first = first
         self.begin: dict[int, int] = {}
-        self.end = 0
+        self.end = first
         for peer, size in sorted(sizes.items()):
             self.begin[peer] = self.end
             self.end += size
-        self.sizes = dict(sizes)
+        self._sizes = [sizes[peer] for peer in self.begin]
 
     def views(self, pool: torch.Tensor) -> dict[int, torch.Tensor]:
-        """Return each peer's part of a pool."""
-        return dict(zip(self.begin, pool.split([self.sizes[peer] for peer in self.begin])))
+        """Return each peer's part of a pool that ends with them."""
+        return dict(zip(self.begin, (pool[self.first :] if self.first else pool).split_with_sizes(self._sizes)))
 
 
 def exchange(
@@ -124,15 +131,23 @@ class _Walked(NamedTuple):
 class WalkExchange(_Base):
     """``all_gather`` or ``spread`` for one head block size, direction and device.
 
-    Each round is one selection from a pool to send, and one pool to receive into. ``delivers``: what ranks walk they
-    send on, so that there is a second round.
+    Each round is one selection from a pool to send, and a pool to receive into behind what the rank has itself, from
+    which the next step selects both. ``delivers``: what ranks walk they send on, so that there is a second round.
     """
 
     def __init__(
-        self, schedule: WalkSchedule, own: OwnSpans, heads: int, device: torch.device, *, delivers: bool, backward: bool
+        self,
+        schedule: WalkSchedule,
+        own: OwnSpans,
+        heads: int,
+        device: torch.device,
+        *,
+        rank: int,
+        delivers: bool,
+        backward: bool,
     ) -> None:
         super().__init__(own, heads, device)
-        self.delivers = delivers
+        self.rank, self.delivers = rank, delivers
         self._index_collect(schedule.collect)
         self._index_walks(schedule, backward)
         self._index_deliver(schedule.deliver)
@@ -140,14 +155,17 @@ class WalkExchange(_Base):
     def _index_collect(self, collect: Messages) -> None:
         """A message of this round: states of heads, then B, then M of inner spans.
 
-        The pool of what the rank gives has the same order.
+        What the rank gives stands in the pool in the same order, and what it receives behind it.
         """
         head_rows, inner_rows = _rows(self.own.heads), _rows(self.own.inner)
         first_B = len(head_rows) * self.heads
         first_M = first_B + len(inner_rows) * self.heads
+        self.num_own = first_M + len(inner_rows) * self.heads
         sent: list[_Steps] = []
         sizes = {}
         for peer, runs in sorted(collect.sends.items()):
+            if peer == self.rank:
+                continue
             inner = [run for run in runs if run.place]
             sent += _steps_of((run for run in runs if not run.place), head_rows, self.heads)
             sent += _steps_of(inner, inner_rows, self.heads, first_B)
@@ -157,13 +175,15 @@ class WalkExchange(_Base):
         sizes = {
             peer: sum((run.end_head - run.first_head) * (2 if run.place else 1) for run in runs)
             for peer, runs in collect.receives.items()
+            if peer != self.rank
         }
-        self.collected = Layout(sizes)
+        self.collected = Layout(sizes, self.num_own)
         # Where the state or B, and the M, of a span lie in the pool, as if all heads from 0 on were there.
-        self.state_at: dict[Key, int] = {}
-        self.map_at: dict[Key, int] = {}
-        for peer, runs in collect.receives.items():
-            at = self.collected.begin[peer]
+        self.state_at: dict[Key, int] = {key: row * self.heads for key, row in head_rows.items()}
+        self.state_at |= {key: first_B + row * self.heads for key, row in inner_rows.items()}
+        self.map_at: dict[Key, int] = {key: first_M + row * self.heads for key, row in inner_rows.items()}
+        for peer, at in self.collected.begin.items():
+            runs = collect.receives[peer]
             inner = [run for run in runs if run.place]
             for run in [run for run in runs if not run.place] + inner:
                 self.state_at[run.chain, run.place] = at - run.first_head
@@ -191,7 +211,7 @@ class WalkExchange(_Base):
             offsets.append(_Steps(num_entries + len(places), len(places), count))
             self.walked[chain] = _Walked(first_head, last_place, num_entries, num_walks)
             num_entries, num_walks = num_entries + count * len(places), num_walks + count
-        self.num_entries, self.sizes = num_entries, (num_entries, num_entries, num_walks)
+        self.num_entries, self.num_found = num_entries, num_entries + num_walks
         self.taken = torch.cat([*maps, *states, _expanded(initial)]).to(self.device)
         self.offsets = self.rows(offsets)
 
@@ -209,42 +229,47 @@ class WalkExchange(_Base):
         return steps
 
     def _index_deliver(self, deliver: Messages) -> None:
-        """What enters fragments, from the walks' results to the ranks; without a second round, to this one alone."""
+        """What enters fragments, from the walks' results to the ranks; without a second round, to this one alone.
+
+        What others found stands behind the rank's own results.
+        """
         whole = [Run(*key, 0, self.heads) for key in self.own.entered]
+        sends, receives = (
+            {peer: runs for peer, runs in messages.items() if self.delivers and peer != self.rank}
+            for messages in (deliver.sends, deliver.receives)
+        )
+        self.given_back = self.rows([one for _, runs in sorted(sends.items()) for one in self._found(runs)])
+        self.deliver_sends = Layout({peer: _num_matrices(runs) for peer, runs in sends.items()})
+        self.delivered = Layout({peer: _num_matrices(runs) for peer, runs in receives.items()}, self.num_found)
         if not self.delivers:
             self.entered = self.rows(self._found(whole))
             return
-        self.given_back = self.rows([one for _, runs in sorted(deliver.sends.items()) for one in self._found(runs)])
-        self.deliver_sends = Layout({peer: _num_matrices(runs) for peer, runs in deliver.sends.items()})
-        self.delivered = Layout({peer: _num_matrices(runs) for peer, runs in deliver.receives.items()})
         parts: dict[Key, list[tuple[int, _Steps]]] = {}
-        for peer, runs in deliver.receives.items():
-            at = self.delivered.begin[peer]
-            for run in runs:
+        for run in deliver.receives.get(self.rank, ()):
+            parts.setdefault((run.chain, run.place), []).append((run.first_head, *self._found([run])))
+        for peer, at in self.delivered.begin.items():
+            for run in receives[peer]:
                 count = run.end_head - run.first_head
                 parts.setdefault((run.chain, run.place), []).append((run.first_head, _Steps(at, 1, count)))
                 at += count
         self.entered = self.rows([one for key in self.own.entered for _, one in sorted(parts[key])])
 
-    def start(self, channel: Channel, label: str, given: Given, walk: Walker) -> Callable[[], torch.Tensor]:
+    def start(self, channel: Channel, label: str, given: Given, walk: PoolWalker) -> Callable[[], torch.Tensor]:
         """Start with what the rank computed; the function returned ends it and gives ``[entered, HB, K, V]``."""
         size = given.B.shape[-1]
-        own = torch.cat([tensor.reshape(-1, size, size) for tensor in (given.heads, given.B, given.M)])
-        pool = own.new_empty((self.collected.end, size, size))
-        sends = self.collect_sends.views(own.index_select(0, self.sent))
-        collecting = exchange(channel, sends, self.collected.views(pool), f"{label}, collect")
+        pool = given.B.new_empty((self.collected.end, size, size))
+        own = [tensor.reshape(-1, size, size) for tensor in (given.heads, given.B, given.M)]
+        torch.cat(own, out=pool[: self.num_own])
+        sends = self.collect_sends.views(pool.index_select(0, self.sent))
+        collecting = channel.start(sends, self.collected.views(pool), f"{label}, collect")
 
         def finish() -> torch.Tensor:
             collecting.wait()
-            M, B, initial = pool.index_select(0, self.taken).unsqueeze(1).split(self.sizes)
-            results = torch.cat(walk(M, B, initial, self.offsets)).squeeze(1)
-            if not self.delivers:
-                entered = results.index_select(0, self.entered)
-                return entered.unflatten(0, (len(self.own.entered), self.heads))
-            delivered = results.new_empty((self.delivered.end, size, size))
-            sends = self.deliver_sends.views(results.index_select(0, self.given_back))
-            exchange(channel, sends, self.delivered.views(delivered), f"{label}, deliver").wait()
-            return delivered.index_select(0, self.entered).unflatten(0, (len(self.own.entered), self.heads))
+            results = walk(self, pool.index_select(0, self.taken))
+            if self.delivers:
+                sends = self.deliver_sends.views(results.index_select(0, self.given_back))
+                channel.start(sends, self.delivered.views(results), f"{label}, deliver").wait()
+            return results.index_select(0, self.entered).view(len(self.own.entered), self.heads, size, size)
 
         return finish
 

@@ -147,8 +147,9 @@ class _VirtualExchange(Exchange):
     def wait(self) -> None:
         rank, baton, label = self._channel.rank, self._channel.baton, self._label
         keys = {peer: (peer, rank, label, tensor.nbytes) for peer, tensor in self._receives.items()}
-        what = f"messages of {label!r} from ranks {sorted(keys)}"
-        baton.wait(rank, what, lambda: all(key in baton.mail for key in keys.values()))
+        if not all(map(baton.mail.__contains__, keys.values())):
+            what = f"messages of {label!r} from ranks {sorted(keys)}"
+            baton.wait(rank, what, lambda: all(map(baton.mail.__contains__, keys.values())))
         if keys:  # all in one launch
             torch._foreach_copy_(
                 [self._receives[peer] for peer in keys], [baton.mail.pop(key) for key in keys.values()]
@@ -175,14 +176,14 @@ def run_virtual(ctx: Any, fn: Callable[[int, Any], Any]) -> VirtualRun:
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def run(rank: int) -> None:
-        if device is not None:
-            torch.cuda.set_device(device)
         # Autograd has one worker thread a device: a backward that waits there would keep all other ranks' from it.
         with torch.set_grad_enabled(is_grad_enabled), torch.autograd.set_multithreading_enabled(False):
             results[rank] = fn(rank, ctx.of_rank(rank))
 
     def thread(rank: int) -> None:
         try:
+            if device is not None:  # no part of a rank's time
+                torch.cuda.set_device(device)
             baton.run(rank, lambda: run(rank))
         except BaseException as error:  # noqa: BLE001 - told by run_virtual, on the caller's thread
             errors[rank] = error

@@ -32,8 +32,8 @@ from cake_kda_jit.bench.cp_tables import PUBLISHED, SCRIPT, Table, lines_of, rea
 from cake_kda_jit.bench.cp_timing import CYCLES_PER_SECOND, EXCHANGE, HostClock, PacedClock, measure_alone
 from cake_kda_jit.bench.cp_work import LoopbackGroup, Message, RankWork, make_inputs, take_arm
 from cake_kda_jit.errors import ConfigError
-from cake_kda_jit.ops import walk as ops_walk
 from cake_kda_jit.paths import data_dir
+from cake_kda_jit.runtime import prepared
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -130,12 +130,10 @@ def test_an_arm_is_the_walk_that_runs(monkeypatch, arm, boundary):
     ctx = KcpContext(SIZES.partition(unit), LoopbackGroup(4), options=SIZES.options).of_rank(1)
     work, walks = RankWork(inputs, ctx.num_local_tokens, cp_context=ctx), []
 
-    def launch(record, *arguments):
-        walks.append(record.variant)
-        launched(record, *arguments)
+    def account(launches):
+        walks.extend(one.kernel.record.variant for one in launches if one.kernel.record.program == "transfer_walk")
 
-    launched = ops_walk.launch
-    monkeypatch.setattr(ops_walk, "launch", launch)
+    monkeypatch.setattr(prepared, "account", account)
     for one in (*ARMS, arm):
         walks.clear()
         take_arm(ctx, one)

@@ -96,7 +96,8 @@ def test_a_recorded_row_has_its_ratio_and_no_spread_nor_error(script):
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_shows_its_rows(kind):
     extra = {"walk": {"case": "64 segments, 2 heads, memory", "floor": 1.0}, "conv": {"arm": "copy"},
-             "first_call": {"records": 8, "jobs": 2, "load": 0.5}, "cp": CP_ROW}.get(kind, {})  # fmt: skip
+             "gated_norm": {"arm": "copy"}, "first_call": {"records": 8, "jobs": 2, "load": 0.5},
+             "cp": CP_ROW}.get(kind, {})  # fmt: skip
     text = performance.page({"a.json": report(script=f"cake_kda_jit.bench.{kind}", **extra)})
     assert f"## {KINDS[kind].title}\n" in text and "[a.json](measurements/a.json)" in text
     head, rule, row = [line for line in text.splitlines() if line.startswith("|")]

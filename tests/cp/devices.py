@@ -48,7 +48,7 @@ from cake_kda_jit.bench.virtual_ranks import (
 )
 from cake_kda_jit.cp import comm
 
-from .ranks import EXCHANGES, LAYOUTS, assert_same_bits, conv_call, conv_problem, convolution
+from .ranks import EXCHANGES, LAYOUTS, assert_same_bits, conv_call, conv_problem, convolution, three_convolutions
 from .worlds import raises
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -181,6 +181,14 @@ def the_convolution_has_the_bits_of_virtual_ranks(rank: int, world: World) -> No
             assert_same_bits(conv_call(problem, ctx=ctx, output_final_state=True), expected)
 
 
+def three_convolutions_share_an_exchange(rank: int, world: World) -> None:
+    for layout in LAYOUTS:
+        ctx = KcpContext(getattr(Partition, layout)([0, 130, 130, 131, 600], world.size))
+        apart = three_convolutions(ctx, together=False, device=world.device_of(rank))
+        for _ in range(world.runs):
+            assert_same_bits(three_convolutions(ctx, together=True, device=world.device_of(rank)), apart)
+
+
 def another_plan_on_one_rank_is_the_same_error_on_all(rank: int, world: World) -> None:
     odd = world.size - 1
     cu = [0, 100, 240]
@@ -230,6 +238,7 @@ def a_late_rank_is_an_error_on_all(rank: int, world: World) -> None:
 
 CHECKS = (
     the_convolution_has_the_bits_of_virtual_ranks,
+    three_convolutions_share_an_exchange,
     every_exchange_has_the_same_bits,
     every_layout_backward_and_walk_on_every_pack,
     another_plan_on_one_rank_is_the_same_error_on_all,

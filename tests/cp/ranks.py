@@ -12,9 +12,12 @@ from torch import Tensor
 
 from cake_kda_jit import KcpContext, KcpOptions, Partition, VirtualGroup, causal_conv1d, chunk_kda, run_virtual
 from cake_kda_jit.bench.problems import NAMES, Problem
+from cake_kda_jit.ops.parallel import short_convolutions
 
 LAYOUTS = ("contiguous", "zigzag", "per_document_zigzag")
 EXCHANGES = ("all_gather", "spread", "relay")
+CHANNELS = (8, 8, 16)
+"""Of q, k and v: with more value heads than heads, v has more."""
 PER_TOKEN = ("o", "y", "dq", "dk", "dv", "dg", "dbeta", "dx")
 
 
@@ -159,6 +162,23 @@ def conv_call(problem: ConvProblem, function=causal_conv1d, ctx: KcpContext | No
 
 def convolution(problem: ConvProblem, partition: Partition) -> Found:
     return run_ranks(partition, lambda ctx: conv_call(problem, ctx=ctx, output_final_state=True))
+
+
+def three_convolutions(
+    ctx: KcpContext, *, together: bool, width: int = 4, dtype=torch.bfloat16, device="cpu"
+) -> dict[str, Tensor]:
+    """Outputs and gradients of q, k and v of one rank, with an exchange for all or one each."""
+    shapes = {"width": width, "dtype": dtype, "with_bias": False, "with_state": False}
+    problems = [conv_problem(ctx.partition.cu_seqlens, channels=c, seed=n, **shapes) for n, c in enumerate(CHANNELS)]
+    rows = [ctx.partition.shard(one.x, ctx.rank).to(device, copy=True).requires_grad_() for one in problems]
+    weights = [one.weight.to(device, copy=True).requires_grad_() for one in problems]
+    if together:
+        outputs = short_convolutions(rows, weights, ctx)
+    else:
+        outputs = [causal_conv1d(x, weight, cp_context=ctx)[0] for x, weight in zip(rows, weights)]
+    torch.autograd.backward(list(outputs), [ctx.partition.shard(one.dy, ctx.rank).to(device) for one in problems])
+    found = {f"y{n}": y.detach() for n, y in enumerate(outputs)} | {f"dx{n}": x.grad for n, x in enumerate(rows)}
+    return found | {f"dweight{n}": weight.grad for n, weight in enumerate(weights)}
 
 
 def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

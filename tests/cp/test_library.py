@@ -55,6 +55,13 @@ def test_convolution(one_rank, optional):
     torch.library.opcheck(OPERATORS.kcp_causal_conv1d_forward, (x, weight, *extra, ctx.handle, 2, 0, True, optional))
 
 
+def test_short_convolutions(one_rank):
+    ctx = one_rank((12, 8))
+    rows = [torch.randn(1, 20, channels, requires_grad=True) for channels in (4, 4, 6)]
+    weights = [torch.randn(channels, 4, requires_grad=True) for channels in (4, 4, 6)]
+    torch.library.opcheck(OPERATORS.kcp_short_convolutions_forward, (*rows, *weights, ctx.handle, 0))
+
+
 def test_gather(one_rank):
     ctx = one_rank((12, 8))
     torch.library.opcheck(OPERATORS.kcp_gather, (torch.randn(2, 20, 3, requires_grad=True), ctx.handle, 1, 20, 20))

@@ -46,6 +46,7 @@ from .ranks import (
     conv_call,
     conv_problem,
     convolution,
+    three_convolutions,
 )
 
 PACK = (130, 0, 1, 90, 3)
@@ -106,6 +107,18 @@ def the_convolution_has_the_bits_of_virtual_ranks(rank: int, world: int) -> None
         expected = convolution(problem, partition).ranks[rank]
         found = conv_call(problem, ctx=KcpContext(partition), output_final_state=True)
         assert_same_bits(found, expected)
+
+
+def three_convolutions_share_an_exchange(rank: int, world: int) -> None:
+    for partition in (
+        Partition.from_fragments([0, 2, 11], [(token * 7 % world, token, token + 1) for token in range(11)], world),
+        Partition.per_document_zigzag(boundaries(PACK), world),
+    ):
+        ctx = KcpContext(partition)
+        before = ctx.channel.num_exchanges
+        together = three_convolutions(ctx, together=True)
+        assert ctx.channel.num_exchanges == before + 2, "one forward, one backward"
+        assert_same_bits(together, three_convolutions(ctx, together=False))
 
 
 def contexts_of_several_packs_may_alternate(rank: int, world: int) -> None:
@@ -318,6 +331,7 @@ def a_dead_rank_is_an_error_on_the_others(rank: int, world: int) -> None:
 CHECKS = (
     every_layout_and_exchange_has_the_bits_of_virtual_ranks,
     the_convolution_has_the_bits_of_virtual_ranks,
+    three_convolutions_share_an_exchange,
     contexts_of_several_packs_may_alternate,
     gather_gives_the_whole_and_sums_its_gradients,
     a_sub_group_translates_its_ranks,

@@ -18,7 +18,9 @@ from cake_kda_jit.bench.problems import NAMES, Problem, make_problem, relative_e
 from cake_kda_jit.bench.walk import choose_records
 from cake_kda_jit.bench.walk_precision import make_walk, walk_errors
 from cake_kda_jit.catalog import registry
-from cake_kda_jit.reference import causal_conv1d_reference
+from cake_kda_jit.ops.gated import gated_rms_norm
+from cake_kda_jit.programs.common import HEAD_DIMS
+from cake_kda_jit.reference import causal_conv1d_reference, gated_rms_norm_reference
 from cake_kda_jit.runtime.device import arch_of_device
 from cake_kda_jit.runtime.load import loaded_kernels
 
@@ -157,6 +159,27 @@ def test_a_convolution(dtype, dense):
     found = step(causal_conv1d, leaves, cu_seqlens=boundaries.cuda(), output_final_state=True)
     leaves = [tensor.double() for tensor in inputs.values()]
     expected = step(causal_conv1d_reference, leaves, cu_seqlens=boundaries)
+    for one, other in zip(found, expected):
+        assert relative_error(one.cpu(), other) <= TOLERANCE
+
+
+@pytest.mark.parametrize("dense", [True, False])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_gated_norm(dtype, head_dim, dense):
+    """111 rows: the last CTA of the forward and the last tile of the backward are not full."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(size, generator=generator).to(dtype) for size in ((37, 3, head_dim),) * 2 + ((head_dim,),)]
+
+    def step(function, leaves):
+        leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+        x, gate, weight = leaves
+        y = function(x if dense else torch.stack([x, x], dim=-1)[..., 0], gate, weight, 1e-5)
+        y.square().sum().backward()
+        return [y.detach(), *(leaf.grad for leaf in leaves)]
+
+    found = step(gated_rms_norm, [tensor.cuda() for tensor in inputs])
+    expected = step(gated_rms_norm_reference, [tensor.double() for tensor in inputs])
     for one, other in zip(found, expected):
         assert relative_error(one.cpu(), other) <= TOLERANCE
 

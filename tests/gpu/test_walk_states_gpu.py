@@ -18,6 +18,7 @@ from cake_kda_jit import Partition, transfer_walk
 from cake_kda_jit.bench.virtual_ranks import FORMS, STEP_ERRORS, make_pack, run_on_ranks
 from cake_kda_jit.cp import passes
 from cake_kda_jit.ops.pipeline import Pipeline
+from cake_kda_jit.ops.recorder import AT_ONCE
 from cake_kda_jit.reference import transfer_walk_reference
 
 from ..cp.ranks import LAYOUTS
@@ -62,7 +63,7 @@ class Walked:
 def walks_of_states(regime: str, layout: str, monkeypatch) -> list[Walked]:
     """The walks of all ranks, to spans and to their segments. Products of M alone, which start from B = 0, are none."""
     pack, found = make_pack(PACKS["Q1"], regime=regime, device=DEVICE), []
-    to_spans, to_segments = passes.walk, Pipeline.walk
+    to_spans, into, to_segments = passes.walk, passes.walk_into, Pipeline.walk
 
     def keep(M, B, initial, offsets, transpose):
         first, end = int(offsets[0]), int(offsets[-1])
@@ -74,11 +75,17 @@ def walks_of_states(regime: str, layout: str, monkeypatch) -> list[Walked]:
         keep(M, B, initial, offsets, options["transpose"])
         return to_spans(M, B, initial, offsets, **options)
 
+    def walk_shares(executor, given, results, **options):
+        keep(*given, options["transpose"])
+        return into(executor, given, results, **options)
+
     def walk_to_segments(self, block, M, B, initial, *, transpose):
         keep(M, B, initial, self.inputs.summary_offsets, transpose)
         return to_segments(self, block, M, B, initial, transpose=transpose)
 
+    monkeypatch.setattr(passes, "run_part", lambda ctx, key, tensors, function: function(AT_ONCE, tensors))
     monkeypatch.setattr(passes, "walk", walk_to_spans)
+    monkeypatch.setattr(passes, "walk_into", walk_shares)
     monkeypatch.setattr(Pipeline, "walk", walk_to_segments)
     run_on_ranks(pack, getattr(Partition, layout)(pack.boundaries, RANKS))
     monkeypatch.undo()
