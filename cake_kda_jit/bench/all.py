@@ -50,6 +50,7 @@ MEASUREMENTS = (
     Measurement("backward", ("cuda",), smoke=SMALL),
     Measurement("walk", ("cuda",), smoke=("--segments", "8", "--heads", "2", "--runs", "2")),
     Measurement("conv", ("cuda",), smoke=("--shapes", "256x128", "--layouts", "4 documents", "--runs", "2")),
+    Measurement("gated_norm", ("cuda",), smoke=("--shapes", "256x2x64", "--runs", "2")),
     Measurement("cp", ("cuda",), ("--device", "cuda", "--workspace-limit", "16e9"), (*SMALL_RANKS, *ONE_TABLE_ROW)),
     Measurement("cp", ("cpu",), ("--device", "cpu", *SMALL_RANKS), ONE_TABLE_ROW),
     Measurement("virtual_time", ("cuda",), smoke=("--tokens", "900", "--heads", "2", "--runs", "1")),

@@ -15,6 +15,8 @@ MEASUREMENTS = {
     "exchanges": "the tables of docs/context-parallelism.md",
     "first_call": "what a first training step waits for: kernels compiled, cached, prebuilt",
     "forward": "speed of the forward on a CUDA device",
+    "gated_norm": "speed of the gated norm on a CUDA device",
+    "halos": "halos of the convolutions between real ranks, under torchrun",
     "host": "the host's time per call, on any device",
     "pairs": "the set of option combinations that the tests cover, and the pairs in it",
     "performance": "the tables of docs/performance.md, docs/numerics.md and the README, from the files of measurements",

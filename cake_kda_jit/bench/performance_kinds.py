@@ -60,7 +60,7 @@ def _walk(row: Json, report: Json) -> list[str]:
     return [f"{1e3 * time / segments:.2f}" for time in (row["ms"]["median"], row["floor"])]
 
 
-def _conv(row: Json, report: Json) -> list[str]:
+def _of_a_copy(row: Json, report: Json) -> list[str]:
     [copy] = (r for r in report["rows"] if (r["case"], r["arm"]) == (row["case"], "copy"))
     found, best = (r["bytes"] / r["ms"]["median"] for r in (row, copy))
     return [f"{found / 1e9:.2f}", f"{found / best:.0%}"]
@@ -107,9 +107,21 @@ KINDS = {
         "Convolution",
         "`causal_conv1d` of width 4 with SiLU, the L2 cache emptied before each run, beside a copy of the same tensor.",
         ("TB/s", "of the copy's bandwidth"),
-        _conv,
+        _of_a_copy,
+    ),
+    "gated_norm": Kind(
+        "Norm and gate",
+        "Of a layer's output, the L2 cache emptied before each run, beside a copy of x and torch's own operators. "
+        "Bandwidth counts every tensor once, of torch too.",
+        ("TB/s", "of the copy's bandwidth"),
+        _of_a_copy,
     ),
     "cp": Kind("Context parallel", performance_cp.INTRO, body=performance_cp.body),
+    "halos": Kind(
+        "Halos between ranks",
+        "The three convolutions of a layer, alone and in the module that is *B1* and *B3* above, of the slowest rank. "
+        "*One exchange* is what a layer does: it is hidden behind the convolutions, forward.",
+    ),
     "virtual_time": Kind(
         "What ranks add",
         "All virtual ranks of one device together, their hosts' time included, beside the pack on it without ranks.",
