@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from .. import config
 from ..ops.calls import num_threads
 from ..ops.forward import CONTEXT_NAMES, Context
 from ..ops.inputs import Inputs, Transforms
@@ -121,8 +122,11 @@ class ParallelPass:
 
     @cached_property
     def where(self) -> tuple:
-        """What decides every launch: the device, the cpu kernels' threads, and the walk."""
-        return self.inputs.device, num_threads(self.inputs.k), *self.form.values()
+        """What decides every launch: the device, the cpu kernels' threads, and the walk.
+
+        Options that name no walk leave it to the environment of each call.
+        """
+        return self.inputs.device, num_threads(self.inputs.k), *self.form.values(), *config.raw("TRANSFER_WALK")
 
     @cached_property
     def form(self) -> dict[str, object]:

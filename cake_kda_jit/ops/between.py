@@ -25,16 +25,16 @@ def between_projections(
     """Return y ``[B, T, HV * V]`` of the tensors of ``BetweenProjections`` up to the norm's.
 
     Without a plan there are B documents. q and k are normed, the gate and beta's sigmoid applied. Only in eager mode.
-    Returns None where there is no token, where the operations one by one would copy a tensor, and where the norm's gate
-    has another dtype than what becomes v: call them. Errors are those of ``causal_conv1d``, ``chunk_kda`` and
-    ``gated_rms_norm``.
+    Returns None where there is no token, where the operations one by one would copy a tensor, where the norm's gate has
+    another dtype than what becomes v, and where a convolution's weight is not ``[D, 1, W]``: call them. Errors are
+    those of ``causal_conv1d``, ``chunk_kda`` and ``gated_rms_norm``.
     """
     key = key_of(BetweenProjections.name, plan, tensors, head_dim, eps, lower_bound, allow_neg_eigval, options)
     call = find_call(key)
     if call is not None:
         pack = plan or _batch(tensors, head_dim)
         return call(*tensors, *pack.tables, pack.cu_seqlens)[0]
-    if tensors[10].dtype != tensors[2].dtype:
+    if tensors[10].dtype != tensors[2].dtype or any(weight.dim() != 3 for weight in tensors[3:6]):
         return None
     pack = _checked(tensors, head_dim, eps, lower_bound, plan)
     transforms = transforms_of(head_dim, None, lower_bound, True, True, True, allow_neg_eigval)

@@ -162,8 +162,8 @@ def check_gated_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, 
     check_same_device(x, gate=gate, weight=weight)
     if x.device.type not in DEVICE_DTYPES:
         raise UnsupportedProblemError(f"x is on {x.device}; kernels run on: {', '.join(DEVICE_DTYPES)}")
-    if not isinstance(eps, (int, float)) or not 0.0 <= eps < float("inf"):
-        raise UnsupportedProblemError(f"eps={eps!r}; give a finite number that is not negative")
+    if not isinstance(eps, (int, float)) or not 0.0 <= eps <= torch.finfo(torch.float32).max:
+        raise UnsupportedProblemError(f"eps={eps!r}; give a finite number of float32 that is not negative")
 
 
 def check_gate(

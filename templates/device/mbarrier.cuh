@@ -17,7 +17,11 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
 // Until the phase of that parity is complete. The one before phase 0 counts as complete.
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   asm volatile(
+{% if arch.capability >= (9, 0) %}
       "{ .reg .pred done; wait: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; @!done bra wait; }"
+{% else %}
+      "{ .reg .pred done; wait: mbarrier.test_wait.parity.shared::cta.b64 done, [%0], %1; @!done bra wait; }"
+{% endif %}
       : : "r"(barrier), "r"(parity) : "memory");
 }
 

@@ -124,6 +124,13 @@ def test_sums_over_many_rows():
     assert error < 2e-6 * 600_000**0.5
 
 
+@pytest.mark.parametrize("rows", [1, 65, 300])
+def test_eps_of_0_beside_rows_that_are_not_there(rows):
+    """Behind the last row a tile counts zeros, whose root mean square is then 0: dweight is none the wiser."""
+    case = replace(make_case(rows, 1, 128, dtype=torch.bfloat16, weight_dtype=torch.float32), eps=0.0)
+    assert_near(run(case), reference(case), case, DEVICE_ERROR)
+
+
 def test_gates_far_from_zero():
     """The sigmoid is 1 on the right and 0 on the left, to the ends of fp32, and so are its gradients; NaN stays."""
     gates = torch.tensor([-3e38, -1e4, -100.0, -86.0, -20.0, -1e-30, 0.0, 1e-30, 20.0, 100.0, 3e38, float("nan")])

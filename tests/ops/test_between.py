@@ -105,6 +105,15 @@ def test_a_weight_of_one_convolution_may_be_of_another_width():
     assert torch.equal(layer(x, plan=plan), y)
 
 
+def test_a_weight_of_two_dimensions_goes_module_by_module():
+    """``ShortConvolution`` takes it, so a layer does."""
+    layer, x = make_layer(), torch.randn(1, 70, HIDDEN)
+    expected = layer(x)
+    layer.q_conv1d.weight = nn.Parameter(layer.q_conv1d.weight.detach().squeeze(1))
+    y = layer(x)
+    assert torch.equal(y, expected) and NODE not in nodes(y)
+
+
 def test_a_norm_that_no_kernel_takes_is_refused_alike():
     layer, x = make_layer(), torch.randn(1, 70, HIDDEN)
     layer.o_norm.weight = nn.Parameter(torch.ones(HEAD_DIM + 1))

@@ -125,6 +125,7 @@ def test_transforms_are_refused():
         ({"weight": torch.ones(64, device="meta")}, "weight is on meta"),
         ({"eps": -1.0}, "eps=-1.0"),
         ({"eps": None}, "eps=None"),
+        ({"eps": 1e39}, r"eps=1e\+39; give a finite number of float32"),
     ],
 )
 def test_refuses(changes, message):

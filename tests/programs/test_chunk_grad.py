@@ -8,6 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from cake_kda_jit.arch import ARCHES, CUDA_ARCHES
+from cake_kda_jit.catalog import registry
+from cake_kda_jit.codegen.render import render
 from cake_kda_jit.errors import UnsupportedProblemError
 
 from .gradients import (
@@ -238,3 +241,9 @@ def test_refusals(changed, message):
     values = grad_values(pack, random_edges(pack)) | grad_outputs(pack)
     with pytest.raises(UnsupportedProblemError, match=message):
         launch(record_of("chunk_grad", pack.variant), values | changed)
+
+
+@pytest.mark.parametrize("arch", [name for name in CUDA_ARCHES if ARCHES[name].capability < (9, 0)])
+def test_meetings_of_chunk_grad_wait_with_what_the_target_has(arch):
+    """At K = 64 a CTA of sm_80 works ahead too, and try_wait begins with sm_90."""
+    assert "mbarrier.try_wait" not in render(registry().get("chunk_grad", "bf16_k64", "smxx"), arch).text
