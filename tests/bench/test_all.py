@@ -10,7 +10,7 @@ from cake_kda_jit.bench import all as bench_all
 from cake_kda_jit.bench.command import MEASUREMENTS
 
 UNTIMED = {"all", "determinism", "pairs", "performance", "precision", "training", "virtual_ranks"}
-UNTIMED |= {"exchanges", "walk_precision"}
+UNTIMED |= {"exchanges", "halos", "walk_precision"}
 """What is no table of times, or is made of other files."""
 
 
