@@ -40,7 +40,7 @@ def test_the_page_and_the_readme_are_current():
     ],
 )
 def test_the_readme_compares_as_the_files_do(script, ours, others):
-    """Less than a third of FLA's time; beside cuDNN half to 0.95 forward, 1.4 with all prepared, and 0.4 to 0.7 a step."""
+    """Less than a third of FLA's time; beside cuDNN 0.5 to 0.95 forward, 1.4 all prepared, and a step 0.4 to 0.7."""
     path = data_dir() / "docs" / "measurements" / f"{script}_h200.json"
     rows = [row for row in json.loads(path.read_text())["rows"] if row["case"].endswith("strong gates")]
     median = {(row["case"], row["arm"]): row["ms"]["median"] for row in rows}
