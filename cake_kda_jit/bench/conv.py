@@ -13,7 +13,7 @@ import torch
 from ..catalog import registry
 from ..ops.checks import DTYPE_NAMES
 from ..ops.conv import ConvInputs, conv_backward, conv_forward
-from .core import Arm, Row, measure, print_table, write_report
+from .core import BANDWIDTH_HEADER, Arm, Row, bandwidth_rows, measure, print_table, write_report
 
 SHAPES = ("131072x12288", "131072x4096", "8192x12288", "8192x4096")
 """Tokens x channels; the first one is what FLA was measured on."""
@@ -74,17 +74,12 @@ def main(argv: list[str]) -> int:
             dtype = getattr(torch, arguments.dtype)
             arms = make_arms(num_tokens, num_channels, arguments.width, layout, dtype, device)
             times = measure(arms, device, runs=arguments.runs, flush=True)
-            case = f"T {num_tokens}, D {num_channels}, W {arguments.width}, {layout}"
-            copy = arms[0].bytes / times["copy"].median
-            for arm in arms:
-                found = times[arm.name]
-                rows.append(Row(case, arm.name, arm.engine, found, arm.bytes))
-                bandwidth = arm.bytes / found.median
-                lines.append(
-                    [case, arm.name, f"{found.median:.3f}", f"{bandwidth / 1e9:.2f}", f"{bandwidth / copy:.0%}"]
-                )
+            found, printed = bandwidth_rows(
+                f"T {num_tokens}, D {num_channels}, W {arguments.width}, {layout}", arms, times
+            )
+            rows, lines = rows + found, lines + printed
             del arms
-    print_table(["case", "arm", "ms", "TB/s", "of a copy's bandwidth"], lines)
+    print_table(BANDWIDTH_HEADER, lines)
     if arguments.json:
         write_report(arguments.json, f"causal convolution, {arguments.dtype}", "cake_kda_jit.bench conv", device, rows)
     if arguments.png:

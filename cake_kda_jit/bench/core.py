@@ -117,6 +117,20 @@ class Row:
     error: float | None = None
 
 
+BANDWIDTH_HEADER = ("case", "arm", "ms", "TB/s", "of a copy's bandwidth")
+
+
+def bandwidth_rows(case: str, arms: Sequence[Arm], times: dict[str, Times]) -> tuple[list[Row], list[list[str]]]:
+    """Return the rows of arms that state their bytes, one of them a copy, and their lines of a printed table."""
+    bandwidths = {arm.name: arm.bytes / times[arm.name].median for arm in arms}
+    rows = [Row(case, arm.name, arm.engine, times[arm.name], arm.bytes) for arm in arms]
+    lines = [
+        [case, name, f"{times[name].median:.3f}", f"{found / 1e9:.2f}", f"{found / bandwidths['copy']:.0%}"]
+        for name, found in bandwidths.items()
+    ]
+    return rows, lines
+
+
 def machine(device: torch.device) -> dict[str, str]:
     """Return what a number depends on: device, driver, CUDA and torch versions."""
     is_cuda = device.type == "cuda"

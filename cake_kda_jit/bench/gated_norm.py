@@ -16,7 +16,7 @@ from ..catalog import registry
 from ..ops.checks import DTYPE_NAMES
 from ..ops.norm import NormInputs, norm_backward, norm_forward
 from ..programs.common import variant_name
-from .core import Arm, Row, measure, print_table, write_report
+from .core import BANDWIDTH_HEADER, Arm, bandwidth_rows, measure, print_table, write_report
 
 SHAPES = ("4096x32x128", "32768x32x128", "124928x32x128", "124928x32x64")
 """Tokens x heads x channels."""
@@ -68,15 +68,10 @@ def main(argv: list[str]) -> int:
         num_tokens, heads, head_dim = map(int, shape.split("x"))
         arms = make_arms(num_tokens, heads, head_dim, getattr(torch, arguments.dtype), device)
         times = measure(arms, device, runs=arguments.runs, flush=True)
-        case = f"T {num_tokens}, HV {heads}, D {head_dim}"
-        copy = arms[0].bytes / times["copy"].median
-        for arm in arms:
-            found = times[arm.name]
-            rows.append(Row(case, arm.name, arm.engine, found, arm.bytes))
-            bandwidth = arm.bytes / found.median
-            lines.append([case, arm.name, f"{found.median:.3f}", f"{bandwidth / 1e9:.2f}", f"{bandwidth / copy:.0%}"])
+        found, printed = bandwidth_rows(f"T {num_tokens}, HV {heads}, D {head_dim}", arms, times)
+        rows, lines = rows + found, lines + printed
         del arms
-    print_table(["case", "arm", "ms", "TB/s", "of a copy's bandwidth"], lines)
+    print_table(BANDWIDTH_HEADER, lines)
     if arguments.json:
         what, script = f"gated norm, {arguments.dtype}", "cake_kda_jit.bench gated_norm"
         write_report(arguments.json, what, script, device, rows)

@@ -122,15 +122,20 @@ def chunk_kda_reference_backward(
     """
     with torch.no_grad():
         problem = make_problem(q, k, v, g, beta, KdaKeywords(**keywords))
-        dS = torch.zeros_like(problem.initial_state)
-        if dfinal_state is not None:
-            dS += problem.swap_state(dfinal_state)
-        do_rows = do.to(problem.v.dtype).reshape(problem.v.shape)
+        do_rows, dS = given_gradients(problem, do, dfinal_state)
         inputs = (problem.q, problem.k, problem.v, problem.g, problem.beta)
         rows = _HeadGradients(*(torch.empty_like(x) for x in inputs))
         for document in range(len(problem.documents)):
             dS[document] = _document_backward(problem, document, do_rows, dS[document], rows)
         return _input_gradients(problem, rows, dS, q, v)
+
+
+def given_gradients(problem: KdaProblem, do: Tensor, dfinal_state: Tensor | None) -> tuple[Tensor, Tensor]:
+    """What a backward begins with: do as rows of value heads, and dS at the documents' ends, a tensor of its own."""
+    dS = torch.zeros_like(problem.initial_state)
+    if dfinal_state is not None:
+        dS += problem.swap_state(dfinal_state)
+    return do.to(problem.v.dtype).reshape(problem.v.shape), dS
 
 
 def chunk_ranges(problem: KdaProblem, document: int) -> list[tuple[int, int]]:
@@ -182,15 +187,19 @@ def solve_values(chunk: Chunk, S: Tensor) -> Tensor:
     return chunk.solve(chunk.beta * (chunk.v - chunk.ke @ S))
 
 
-def _document_backward(problem: KdaProblem, document: int, do_rows: Tensor, dS: Tensor, rows: _HeadGradients) -> Tensor:
-    """Fill one document's rows of the gradients; from the gradient of its final state to that of its initial state."""
-    ranges = chunk_ranges(problem, document)
+def entering_states(problem: KdaProblem, document: int) -> list[tuple[int, int, Tensor]]:
+    """Row range `(start, end)` of each chunk of a document, and the state that enters it."""
     entering, S = [], problem.initial_state[document]
-    for start, end in ranges:
-        entering.append(S)
+    for start, end in chunk_ranges(problem, document):
+        entering.append((start, end, S))
         chunk = make_chunk(problem, start, end)
         S = chunk.total * S + chunk.kg.mT @ solve_values(chunk, S)
-    for (start, end), S in zip(reversed(ranges), reversed(entering)):
+    return entering
+
+
+def _document_backward(problem: KdaProblem, document: int, do_rows: Tensor, dS: Tensor, rows: _HeadGradients) -> Tensor:
+    """Fill one document's rows of the gradients; from the gradient of its final state to that of its initial state."""
+    for start, end, S in reversed(entering_states(problem, document)):
         chunk = make_chunk(problem, start, end)
         here = slice(start, end)
         dS, gradients = _chunk_backward(chunk, S, dS, do_rows[here].transpose(0, 1))

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .chunk import Chunk, chunk_ranges, make_chunk, solve_values
+from .chunk import Chunk, entering_states, given_gradients, make_chunk, solve_values
 from .gate import gate_backward
 from .inputs import KdaKeywords, KdaProblem, make_problem
 
@@ -49,10 +49,7 @@ def parameter_norms_reference(
     with torch.no_grad():
         problem = make_problem(q, k, v, g, beta, KdaKeywords(**keywords))
         slopes = _slopes(problem)
-        dS = torch.zeros_like(problem.initial_state)
-        if dfinal_state is not None:
-            dS += problem.swap_state(dfinal_state)
-        do_rows = do.to(problem.v.dtype).reshape(problem.v.shape)
+        do_rows, dS = given_gradients(problem, do, dfinal_state)
         squares = sum(
             (_document_squares(problem, document, do_rows, dS[document], slopes) for document in range(len(dS))),
             start=torch.zeros_like(slopes[:, 0]),
@@ -74,14 +71,8 @@ def _slopes(problem: KdaProblem) -> Tensor:
 
 def _document_squares(problem: KdaProblem, document: int, do_rows: Tensor, dS: Tensor, slopes: Tensor) -> Tensor:
     """The squares of a document's terms, added up over its chunks: `[2, HV, K]` for the two slopes."""
-    ranges = chunk_ranges(problem, document)
-    entering, S = [], problem.initial_state[document]
-    for start, end in ranges:
-        entering.append(S)
-        chunk = make_chunk(problem, start, end)
-        S = chunk.total * S + chunk.kg.mT @ solve_values(chunk, S)
     squares = torch.zeros_like(slopes[:, 0])
-    for (start, end), S in zip(reversed(ranges), reversed(entering)):
+    for start, end, S in reversed(entering_states(problem, document)):
         chunk = make_chunk(problem, start, end)
         do, weights = do_rows[start:end].transpose(0, 1), slopes[:, start:end].transpose(1, 2)
         v_new = solve_values(chunk, S)

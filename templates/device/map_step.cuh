@@ -41,17 +41,6 @@ __device__ __forceinline__ void multiply_map(TokenSums& x, const State& M, const
   }
 }
 
-// y = -Tinv (beta x) in parts, given x, which is used up.
-__device__ __forceinline__ void solve_map(SplitTokens& y, TokenSums& x, const SharedTile<kChunk>& Tinv,
-                                          const float2* beta) {
-  scale_columns(x, -1.0f, beta);
-  TokenFactor high, low;
-  split(high, low, x);
-  TokenSums sum{};
-  multiply_lower_rows(sum, low, high, Tinv);
-  split(y.high, y.low, sum);
-}
-
 // M <- diag(e^G_last) M + kg^T y.
 __device__ __forceinline__ void advance_map(State& M, const SplitTokens& y, const SharedTile<kHeadDim>& kg,
                                             const float2* decay_total) {

@@ -47,17 +47,23 @@ __device__ __forceinline__ void scale_columns(TokenSums& sum, float sign, const 
   }
 }
 
+// -Tinv (beta x) in parts, given x, which is used up.
+__device__ __forceinline__ void solve_tokens(SplitTokens& solved, TokenSums& x, const SharedTile<kChunk>& Tinv,
+                                             const float2* beta) {
+  scale_columns(x, -1.0f, beta);
+  TokenFactor high, low;
+  split(high, low, x);
+  TokenSums sum{};
+  multiply_lower_rows(sum, low, high, Tinv);
+  split(solved.high, solved.low, sum);
+}
+
 // v' from S and -v, which is used up.
 __device__ __forceinline__ void solve_values(SplitTokens& v_new, TokenSums& negative_v, const StateFactor& S,
                                              const SharedTile<kHeadDim>& ke, const SharedTile<kChunk>& Tinv,
                                              const float2* beta) {
   multiply_rows<kHeadDim>(negative_v, S, ke);
-  scale_columns(negative_v, -1.0f, beta);
-  TokenFactor high, low;
-  split(high, low, negative_v);
-  TokenSums sum{};
-  multiply_lower_rows(sum, low, high, Tinv);
-  split(v_new.high, v_new.low, sum);
+  solve_tokens(v_new, negative_v, Tinv, beta);
 }
 
 // S <- diag(e^G_last) S, for the state and, backwards, for its gradient.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -119,6 +120,22 @@ def assert_near(
         error = (tensor.double() - expected[name]).abs()
         allowed = absolute + ROUNDING[tensor.dtype] * expected[name].abs()
         assert (error <= allowed).all(), (name, (error - allowed).max().item())
+
+
+def assert_gates_far_from_zero(run: Callable[[NormCase], dict[str, Tensor]], gate: float, fp32_error: float) -> None:
+    """The sigmoid is 1 on the right and 0 on the left, to the ends of fp32, and so are its gradients; NaN stays.
+
+    ``fp32_error`` is that of what the sigmoid or its derivative scales; below e^-80 both are as good as 0.
+    """
+    gates = torch.tensor([-3e38, -1e4, -100.0, gate, -20.0, -1e-30, 0.0, 1e-30, 20.0, 100.0, 3e38, float("nan")])
+    case = make_case(len(gates), 1)
+    case = replace(case, gate=gates[:, None, None].expand(case.x.shape))
+    found, expected = run(case), reference(case)
+    sigmoid = case.gate.double().sigmoid()
+    for name, factor in {"y": sigmoid, "dx": sigmoid, "dgate": sigmoid * (-case.gate.double()).sigmoid()}.items():
+        error = (found[name].double() - expected[name]).abs()
+        assert (error[:-1] <= fp32_error * factor[:-1] + 1e-30).all(), name
+        assert found[name][-1].isnan().all(), name
 
 
 def strided_cases(case: NormCase) -> dict[str, NormCase]:

@@ -10,7 +10,16 @@ import torch
 from cake_kda_jit.errors import UnsupportedProblemError
 
 from .convolutions import DTYPES, FP32_ERROR, assert_equal_bits
-from .norms import assert_near, forward_values, launch, make_case, reference, run, strided_cases
+from .norms import (
+    assert_gates_far_from_zero,
+    assert_near,
+    forward_values,
+    launch,
+    make_case,
+    reference,
+    run,
+    strided_cases,
+)
 
 
 @pytest.mark.parametrize("weight_dtype", DTYPES.values(), ids=DTYPES)
@@ -60,17 +69,7 @@ def test_a_row_has_the_same_bits_anywhere():
 
 
 def test_gates_far_from_zero():
-    """The sigmoid is 1 on the right and 0 on the left, to the ends of fp32, and so are its gradients; NaN stays."""
-    gates = torch.tensor([-3e38, -1e4, -100.0, -88.0, -20.0, -1e-30, 0.0, 1e-30, 20.0, 100.0, 3e38, float("nan")])
-    case = make_case(len(gates), 1)
-    case = replace(case, gate=gates[:, None, None].expand(case.x.shape))
-    found, expected = run(case), reference(case)
-    sigmoid = case.gate.double().sigmoid()
-    for name, factor in {"y": sigmoid, "dx": sigmoid, "dgate": sigmoid * (-case.gate.double()).sigmoid()}.items():
-        # fp32's error of what the sigmoid or its derivative scales; below e^-80 both are as good as 0
-        error = (found[name].double() - expected[name]).abs()
-        assert (error[:-1] <= FP32_ERROR * factor[:-1] + 1e-30).all(), name
-        assert found[name][-1].isnan().all(), name
+    assert_gates_far_from_zero(run, -88.0, FP32_ERROR)
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-3, 1e15])
