@@ -21,6 +21,7 @@ from cake_kda_jit.compiler.toolchain import run_tool
 
 REASONS = {
     r"SYNCS\.ARRIVE\..*RED.*": "an arrival at an mbarrier of another CTA of the cluster: it counts, and adds no value",
+    r"ATOMS\.ARRIVE\.64": "an arrival at an mbarrier of the CTA's own, as sm_80 has it: it counts, and adds no value",
     r"ATOMG\.E\.ADD\.STRONG\.GPU": "device/ready_tiles.cuh: chunk_prepare counts who takes an item and who goes",
 }
 """What may stand in the machine code: a pattern of the whole opcode, and why it changes no result."""
