@@ -14,8 +14,8 @@ import struct
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
-ABI_VERSION = 1
-"""Version of the calling convention of libraries; raised when the four entry functions or their meaning change."""
+ABI_VERSION = 2
+"""Version of the calling convention of libraries; raised when the exported functions or their meaning change."""
 
 ParamValue = str | int | float | bool
 

@@ -21,7 +21,7 @@ from .key import SCHEMA, file_digest
 from .memo import stat_of
 from .request import Request
 
-ENTRY_FUNCTIONS = ("", "__grid", "__abi", "__error")
+ENTRY_FUNCTIONS = ("", "__run", "__grid", "__abi", "__error")
 
 
 def validate(request: Request, staging: Path, place: Place) -> SharedLibrary:

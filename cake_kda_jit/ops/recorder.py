@@ -15,8 +15,8 @@ import torch
 
 from ..record import Record
 from ..runtime.launch import launch, ready_kernel
-from ..runtime.load import Kernel
-from ..runtime.prepared import Memory, Pass, Step, contiguous_strides
+from ..runtime.load import Kernel, Step
+from ..runtime.prepared import Memory, Pass, contiguous_strides
 
 ALIGNMENT = 256
 """Of every tensor in a run's own memory, as of torch's allocations: kernels copy whole rows at a time."""
@@ -121,7 +121,10 @@ class Kept(NamedTuple):
 
 
 class Recording(NamedTuple):
-    """A pass and what is what in its memory: outputs (None for an absent one), then ``num_kept`` kept tensors."""
+    """A pass and what is what in its memory: outputs in order, then ``num_kept`` kept tensors.
+
+    ``outputs`` are their numbers, None for an absent one.
+    """
 
     run_pass: Pass
     outputs: tuple[int | None, ...]
@@ -132,8 +135,11 @@ class Recording(NamedTuple):
     def run(self, tensors: Sequence[torch.Tensor | None]) -> tuple[list[torch.Tensor | None], list[torch.Tensor]]:
         """Run the pass; returns its outputs and the kept tensors."""
         memory = self.run_pass.run(tensors)
-        outputs = [None if number is None else memory[number] for number in self.outputs]
-        return outputs, memory[self.first_kept : self.first_kept + self.num_kept]
+        first_kept = self.first_kept
+        outputs = memory[:first_kept]
+        if first_kept < len(self.outputs):
+            outputs = [None if number is None else memory[number] for number in self.outputs]
+        return outputs, memory[first_kept : first_kept + self.num_kept]
 
 
 class Recorder(Executor):
@@ -257,18 +263,12 @@ class Recorder(Executor):
         return offsets
 
     def _pass(self, memory: Sequence[Memory], places: Mapping[int, tuple[int, int]]) -> Pass:
-        first_offset = 1 + self.num_tensors + len(memory)
-        found: dict[tuple[int, int], int] = {}  # (place, bytes behind it): place of its own
-
-        def place_of(address: int) -> int:
+        def pointer(address: int) -> tuple[int, int]:
             number, offset = address >> _OFFSET_BITS, address & _OFFSET_MASK
-            if number > self.num_tensors:
-                position, start = places[number - 1 - self.num_tensors]
-                number, offset = 1 + self.num_tensors + position, start + offset
-            return number if offset == 0 else found.setdefault((number, offset), first_offset + len(found))
+            if number <= self.num_tensors:
+                return number, offset
+            position, start = places[number - 1 - self.num_tensors]
+            return 1 + self.num_tensors + position, start + offset
 
-        steps = [
-            Step(one.kernel, one.reason, [place_of(address) for address in one.pointers], one.rest)
-            for one in self._launches
-        ]
-        return Pass(self.device, memory, list(found), steps)
+        steps = [Step(one.kernel, one.reason, [*map(pointer, one.pointers)], one.rest) for one in self._launches]
+        return Pass(self.device, self.num_tensors, memory, steps)

@@ -11,7 +11,7 @@ import torch
 
 from ..errors import ColdCallInCapture
 from ..record import Record
-from .device import arch_of_device, current_stream, is_capturing, is_current
+from .device import arch_of_device, cuda_index, current_stream, is_capturing, is_current
 from .load import Kernel, get_kernel, is_loaded
 
 
@@ -85,14 +85,14 @@ def launch(record: Record, reason: str, values: Mapping[str, object], device: to
     ``num_threads`` of the cpu family is filled in here. Raises ColdCallInCapture for a kernel first used inside CUDA
     graph capture, where nothing may be compiled.
     """
-    kernel = ready_kernel(record, device)
+    kernel, index = ready_kernel(record, device), cuda_index(device)
     if record.family == "cpu":
         block = kernel.launch({**values, "num_threads": torch.get_num_threads()})
-    elif is_current(device):
-        block = kernel.launch(values, current_stream(device))
+    elif is_current(index):
+        block = kernel.launch(values, current_stream(index))
     else:
         with torch.cuda.device(device):
-            block = kernel.launch(values, current_stream(device))
+            block = kernel.launch(values, current_stream(index))
     # The grid is asked for now: an entry may read the arguments' tables, which live no longer than this call.
     account([Launched(kernel, kernel.grid(block), reason)])
 

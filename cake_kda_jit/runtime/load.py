@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import struct
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from ..arch import Arch
 from ..compiler.build import Artifact, build
@@ -14,6 +16,8 @@ from ..errors import AbiMismatch, DriverTooOld, LoadError, UnsupportedProblemErr
 from ..record import Record
 
 _BAD_ARGUMENT = 1  # Status::kBadArgument of templates/host/args.jinja
+_STEP_STATUSES = 256  # kStepStatuses of templates/host/steps.hpp
+_STEP = struct.Struct("=qii")  # Step there
 _NEEDS_NEWER_DRIVER = ("cudaErrorInsufficientDriver", "cudaErrorCallRequiresNewerDriver", "is not in this driver")
 """What a library says where the driver is too old for the runtime in it, or lacks a function that it calls."""
 
@@ -21,8 +25,8 @@ _NEEDS_NEWER_DRIVER = ("cudaErrorInsufficientDriver", "cudaErrorCallRequiresNewe
 class Kernel:
     """A loaded library: its record, its artifact and its entry functions.
 
-    Errors: ``launch`` and ``grid`` raise UnsupportedProblemError with the library's own message for a bad argument,
-    ``launch`` LoadError when the device refused the launch, DriverTooOld when the driver did.
+    Errors: ``launch``, ``launch_all`` and ``grid`` raise UnsupportedProblemError with the library's own message for a
+    bad argument, the first two LoadError when the device refused the launch, DriverTooOld when the driver did.
     """
 
     def __init__(self, artifact: Artifact) -> None:
@@ -31,15 +35,17 @@ class Kernel:
         self._entry = artifact.record.entry
         self._library = _open(artifact)
         symbol = self.record.symbol
-        self._launch = self._function(symbol, ctypes.c_int, (ctypes.c_char_p, ctypes.c_void_p))
-        self._grid = self._function(symbol + "__grid", ctypes.c_int, (ctypes.c_char_p, ctypes.POINTER(ctypes.c_int64)))
-        self._error = self._function(symbol + "__error", ctypes.c_char_p, ())
         abi = self._function(symbol + "__abi", ctypes.c_uint64, ())()
         if abi != self._entry.abi:
             raise AbiMismatch(
                 f"{artifact.library} has argument layout {abi:016x}; {self.record.name} has "
                 f"{self._entry.abi:016x}; remove the entry or rebuild it"
             )
+        self._launch = self._function(symbol, ctypes.c_int, (ctypes.c_char_p, ctypes.c_void_p))
+        run = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_void_p)
+        self._run = self._function(symbol + "__run", ctypes.c_int, run)
+        self._grid = self._function(symbol + "__grid", ctypes.c_int, (ctypes.c_char_p, ctypes.POINTER(ctypes.c_int64)))
+        self._error = self._function(symbol + "__error", ctypes.c_char_p, ())
 
     @property
     def arch(self) -> str:
@@ -54,14 +60,20 @@ class Kernel:
     def launch(self, values: Mapping[str, object], stream: int = 0) -> bytes:
         """Launch with one value per field of the record's entry; returns the packed argument block."""
         block = self._entry.pack(values)
-        self.launch_block(block, stream)
-        return block
-
-    def launch_block(self, block: bytes, stream: int = 0) -> None:
-        """Launch with a packed argument block."""
         status = self._launch(block, stream)
         if status:
             self._raise(status)
+        return block
+
+    def launch_all(self, steps: Steps, addresses: bytes, stream: int = 0) -> None:
+        """Launch steps of any libraries by one call into this one; ``addresses`` are the run's, int64, the first null.
+
+        What a step raises is what its own kernel's ``launch`` would; those ahead of it are launched, none behind it.
+        """
+        failed = self._run(steps.packed, addresses, stream)
+        if failed:
+            number, status = divmod(failed, _STEP_STATUSES)
+            steps.each[number].kernel._raise(status)
 
     def grid(self, block: bytes) -> tuple[int, int, int]:
         """Return the grid that the entry computes for a packed argument block."""
@@ -88,6 +100,37 @@ class Kernel:
                 "or build with an older nvcc, named in CAKE_KDA_JIT_NVCC"
             )
         raise LoadError(message)
+
+
+class Step(NamedTuple):
+    """One launch of a pass: ``pointers`` say where each pointer of its block leads, ``rest`` follows them.
+
+    A pointer is (number of one of the run's addresses, bytes behind that); ``reason`` says why the record was chosen.
+    """
+
+    kernel: Kernel
+    reason: str
+    pointers: Sequence[tuple[int, int]]
+    rest: bytes
+
+    def block(self, addresses: Sequence[int]) -> bytes:
+        """Return the argument block of a run, which ``launch_all`` builds by itself."""
+        found = [addresses[number] + offset for number, offset in self.pointers]
+        return struct.pack(f"={len(found)}q", *found) + self.rest
+
+
+class Steps:
+    """Steps as ``launch_all`` takes them, in the layout of templates/host/steps.hpp."""
+
+    def __init__(self, steps: Sequence[Step]) -> None:
+        self.each = tuple(steps)
+        self.packed = b"".join(map(_packed, steps)) + _STEP.pack(0, 0, 0)
+
+
+def _packed(step: Step) -> bytes:
+    entry = ctypes.cast(step.kernel._launch, ctypes.c_void_p).value
+    pointers = b"".join(struct.pack("=qq", *pointer) for pointer in step.pointers)
+    return _STEP.pack(entry, len(step.pointers), len(step.rest)) + pointers + step.rest
 
 
 def _driver() -> str:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from operator import itemgetter
 from typing import NamedTuple
 
 import torch
 
-from .device import current_stream, is_current
+from .device import cuda_index, current_stream, empty_tensors, is_current
 from .launch import Launched, account
-from .load import Kernel
+from .load import Step, Steps
 
 
 class Memory(NamedTuple):
@@ -31,60 +30,41 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-class Step:
-    """One launch: ``places`` says where each pointer of the block stands among a run's addresses, ``rest`` follows."""
-
-    def __init__(self, kernel: Kernel, reason: str, places: Sequence[int], rest: bytes) -> None:
-        self.kernel, self.reason, self.rest = kernel, reason, rest
-        self.pick = itemgetter(*places)
-        self.pack = struct.Struct(f"={len(places)}q").pack
-
-
 class Pass:
     """Launches in order, on tensors whose layouts are known and whose addresses are not.
 
-    The addresses of a run are null, those of the given tensors, those of its own memory, and then ``offsets``, each
-    (place of an address before it, bytes behind that).
+    The addresses of a run are null, those of the ``num_tensors`` given tensors, and those of its own memory.
     """
 
-    def __init__(
-        self, device: torch.device, memory: Sequence[Memory], offsets: Sequence[tuple[int, int]], steps: Sequence[Step]
-    ) -> None:
-        self.device = device
-        # torch.empty takes half as long again as torch.empty_strided to read its arguments.
+    def __init__(self, device: torch.device, num_tensors: int, memory: Sequence[Memory], steps: Sequence[Step]) -> None:
+        self.device, self._index = device, cuda_index(device)
         self._memory = [(one.shape, contiguous_strides(one.shape), one.dtype) for one in memory]
         self._zeros = [number for number, one in enumerate(memory) if one.is_zero]
-        self._offsets = tuple(offsets)
-        self._steps = tuple(steps)
+        self._pack = struct.Struct(f"=8x{num_tensors + len(memory)}q").pack  # 8x is null
+        self._steps = Steps(steps)
         self._launched: list[Launched] | None = None
 
     def run(self, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
         """Launch on the device's current stream, and account for it; returns the run's memory, in order."""
-        device = self.device
-        memory = [
-            torch.empty_strided(shape, strides, dtype=dtype, device=device) for shape, strides, dtype in self._memory
-        ]
+        if is_current(self._index):
+            return self._run(tensors)
+        with torch.cuda.device(self.device):
+            return self._run(tensors)
+
+    def _run(self, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+        memory = empty_tensors(self._memory, self._index)
         for number in self._zeros:
             memory[number].zero_()
-        addresses = [0]
-        addresses += [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-        addresses += [tensor.data_ptr() for tensor in memory]
-        addresses += [addresses[place] + offset for place, offset in self._offsets]
-        blocks = [step.pack(*step.pick(addresses)) + step.rest for step in self._steps]
-        if is_current(device):
-            self._launch(blocks)
-        else:
-            with torch.cuda.device(device):
-                self._launch(blocks)
+        given = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        addresses = self._pack(*given, *[tensor.data_ptr() for tensor in memory])
+        if self._steps.each:
+            self._steps.each[0].kernel.launch_all(self._steps, addresses, current_stream(self._index))
+        if self._launched is None:
+            self._launched = self._launches(addresses)
+        account(self._launched)
         return memory
 
-    def _launch(self, blocks: Sequence[bytes]) -> None:
-        stream = current_stream(self.device)
-        for step, block in zip(self._steps, blocks):
-            step.kernel.launch_block(block, stream)
-        if self._launched is None:
-            # A grid depends on a block's numbers alone, so the first run's are those of all.
-            self._launched = [
-                Launched(step.kernel, step.kernel.grid(block), step.reason) for step, block in zip(self._steps, blocks)
-            ]
-        account(self._launched)
+    def _launches(self, addresses: bytes) -> list[Launched]:
+        """What a run leaves behind: a grid depends on a block's numbers alone, so the first run's are those of all."""
+        numbers = struct.unpack(f"={len(addresses) // 8}q", addresses)
+        return [Launched(one.kernel, one.kernel.grid(one.block(numbers)), one.reason) for one in self._steps.each]

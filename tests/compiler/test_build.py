@@ -228,6 +228,7 @@ def test_provenance_says_where_it_came_from(data):
         "cpu/tiny.cpp.jinja",
         "host/args.jinja",
         "host/entry.jinja",
+        "host/steps.hpp",
         "shared/gain.hpp",
     }
     report = json.loads((artifact.directory / "report.json").read_text())

@@ -18,7 +18,7 @@ from cake_kda_jit.record import make_params
 from .test_build import run_tiny
 from .tiny import HOST_ARCH, tiny_record
 
-TEMPLATES = {"cpu/tiny.cpp.jinja", "host/args.jinja", "host/entry.jinja", "shared/gain.hpp"}
+TEMPLATES = {"cpu/tiny.cpp.jinja", "host/args.jinja", "host/entry.jinja", "host/steps.hpp", "shared/gain.hpp"}
 
 
 def test_threads_that_render_at_once_do_not_mix_their_lists(data):

@@ -85,7 +85,7 @@ def launch_walk(record, M, B, initial, offsets, transpose=False, **changes):
         "head_dim": head_dim,
         "transpose": int(transpose),
     }
-    get_kernel(found, arch).launch(values | changes, current_stream(M.device))
+    get_kernel(found, arch).launch(values | changes, current_stream(M.device.index))
     return entry.cpu(), exit_.cpu()
 
 
