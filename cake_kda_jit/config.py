@@ -129,13 +129,14 @@ def read(name: str) -> Any:
         ) from None
 
 
-def raw(*names: str) -> tuple[object, ...]:
-    """Return what the environment holds for knobs, as it holds it: equal only while nothing has changed.
+def raw_reader(*names: str) -> Callable[[], tuple[object, ...]]:
+    """Return what reads knobs as the environment holds them: equal only while nothing has changed.
 
-    For every call: it takes a twentieth of the time of ``os.environ.get``, which raises and catches two errors inside
-    for a variable that is not set.
+    For every call: it takes a tenth of the time of ``os.environ.get``, which raises and catches two errors inside for a
+    variable that is not set.
     """
-    return tuple([_ENVIRONMENT.get(_RAW_NAMES[name]) for name in names])
+    encoded = [_RAW_NAMES[name] for name in names]
+    return lambda: tuple(map(_ENVIRONMENT.get, encoded))
 
 
 _ENVIRONMENT: Mapping[object, object] = os.environ._data

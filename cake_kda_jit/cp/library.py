@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from ..ops.calls import are_plain, is_eager, node
+from ..ops.calls import is_eager, node
 from ..ops.forward import CONTEXT_NAMES, Context, context_dtype, context_shapes
 from ..ops.inputs import Inputs, joined
+from ..ops.keys import are_plain
 from ..ops.operations import given_like, whole_direction
 from ..ops.operators import NAMESPACE, define, differentiate, present, refuse_gradient, untraced, whole
 from ..ops.problem import KdaOptions

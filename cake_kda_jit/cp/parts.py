@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..ops.calls import remember
+from ..ops.keys import remember
 from ..ops.recorder import Executor, Recorder, Recording, layout_of
 
 if TYPE_CHECKING:

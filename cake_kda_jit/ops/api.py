@@ -6,7 +6,7 @@ import torch
 
 from ..errors import PlanMismatchError, UnsupportedProblemError
 from . import checks
-from .calls import find_call, is_eager, key_of, make_call
+from .calls import find_call, is_eager, make_call
 from .inputs import beta_form_of, gate_form_of, transforms_of
 from .library import OPERATORS, attend, convolve
 from .operations import Attention, Convolution
@@ -71,15 +71,15 @@ def chunk_kda(
         checks.check_plan_boundaries(plan, cu_seqlens, cu_seqlens_cpu)
         cu_seqlens = cu_seqlens_cpu = None  # the plan has them
     given = (q, k, v, g, beta, A_log, dt_bias, initial_state)
-    key = None
+    asked = None
     if cu_seqlens is None and cu_seqlens_cpu is None and not state_v_first and is_eager():
         flags = (use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval)
-        key = key_of("chunk_kda", plan, given, *flags, output_final_state, scale, lower_bound, options)
+        asked = ("chunk_kda", plan, given, *flags, output_final_state, scale, lower_bound, options)
         if cp_context is not None:
-            checked = find_checked(cp_context, key)
+            checked = find_checked(cp_context, asked)
             if checked is not None:
                 return attend_parallel(cp_context, given, checked, output_final_state)
-        elif (call := find_call(key)) is not None:
+        elif (call := find_call(*asked)) is not None:
             return call(*given, *(checks.plan_for(q, v, None, None, None) if plan is None else plan).tables)
     checks.check_attention_shapes(q, k, v, g, beta)
     checks.check_tensors(A_log=A_log, dt_bias=dt_bias, initial_state=initial_state)
@@ -111,12 +111,12 @@ def chunk_kda(
         allow_neg_eigval,
     )  # fmt: skip
     if parallel is not None:
-        remember_checked(parallel, key, given, tensors, values_of(transforms))
+        remember_checked(parallel, asked, tensors, values_of(transforms))
         o, final_state = attend_parallel(parallel, tensors, values_of(transforms), output_final_state)
     else:
         operation = Attention(pack.num_summaries, pack.has_spare_rows, transforms, resolved, output_final_state)
         tensors = (*tensors, *pack.tables)
-        call = make_call(key, operation, given, tensors)
+        call = make_call(asked, operation, tensors)
         o, final_state = attend(operation, tensors) if call is None else call(*tensors)
     if not output_final_state:
         return o, None
@@ -150,10 +150,10 @@ def causal_conv1d(
         checks.check_plan_boundaries(plan, cu_seqlens)
         cu_seqlens = None  # the plan has them
     given = (x, weight, bias, initial_state)
-    key = None
+    asked = None
     if cp_context is None and cu_seqlens is None and is_eager():
-        key = key_of("causal_conv1d", plan, given, activation, output_final_state)
-        call = find_call(key)
+        asked = ("causal_conv1d", plan, given, activation, output_final_state)
+        call = find_call(*asked)
         if call is not None:
             return call(*given, _batch_boundaries(x) if plan is None else plan.cu_seqlens)
     if activation not in ("silu", "swish", None):
@@ -177,7 +177,7 @@ def causal_conv1d(
         has_spare_rows = plan is not None and plan.has_spare_rows
         operation = Convolution(has_spare_rows, activation is not None, output_final_state)
         tensors = (*tensors, boundaries_table)
-        call = make_call(key, operation, given, tensors)
+        call = make_call(asked, operation, tensors)
         y, final_state = convolve(operation, tensors) if call is None else call(*tensors)
     return y, final_state if output_final_state else None
 
@@ -250,8 +250,9 @@ def transfer_walk(
     the state entering each fragment, and ``exit`` ``[N, HV, K, V]``, the state after each chain; an empty chain returns
     its initial state. ``transpose`` walks from each chain's end with ``M^T``: gradients of states.
 
-    ``variant`` names the walk (``config.TRANSFER_WALKS``); ``precision_mode`` 1 or 2 are tf32_hilo's cheaper forms.
-    Not differentiable: the transposed walk is its gradient. Errors: UnsupportedProblemError before any launch.
+    ``variant`` names the walk (``config.TRANSFER_WALKS``, or "default" whatever the environment names);
+    ``precision_mode`` 1 or 2 are tf32_hilo's cheaper forms. Not differentiable: the transposed walk is its gradient.
+    Errors: UnsupportedProblemError before any launch.
     """
     checks.check_required(M=M, B=B)
     checks.check_tensors(initial=initial)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from . import checks
-from .calls import find_call, is_eager, key_of, make_call
+from .calls import find_call, is_eager, make_call
 from .library import normalize
 from .operations import GatedNorm
 
@@ -18,15 +18,15 @@ def gated_rms_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, ep
     any launch.
     """
     given = (x, gate, weight)
-    key = None
+    asked = None
     if is_eager():
-        key = key_of(GatedNorm.name, None, given, eps)
-        call = find_call(key)
+        asked = (GatedNorm.name, None, given, eps)
+        call = find_call(*asked)
         if call is not None:
             return call(*given)[0]
     checks.check_gated_norm(x, gate, weight, eps)
     checks.check_no_transform(GatedNorm.name, *given)
     operation = GatedNorm(float(eps))
     tensors = (x, gate, weight.contiguous())
-    call = make_call(key, operation, given, tensors)
+    call = make_call(asked, operation, tensors)
     return normalize(operation, tensors) if call is None else call(*tensors)[0]

@@ -20,6 +20,14 @@ _kernels: dict[str, Callable] = {}
 _DEVICE_KEYS = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
 
 
+def _any_requires_grad(*arguments: object) -> bool:
+    return any(isinstance(one, torch.Tensor) and one.requires_grad for one in arguments)
+
+
+# Torch 2.6 has none of its own.
+any_requires_grad: Callable[..., bool] = getattr(torch._C, "_any_requires_grad", _any_requires_grad)
+
+
 def untraced(function: Callable) -> Callable:
     """Decorate what torch.compile must not look into.
 
@@ -91,7 +99,7 @@ def differentiate(name: str, setup: Callable, backward: Callable) -> None:
 
     @untraced
     def run(keyset, *arguments):
-        if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
+        if torch.is_grad_enabled() and any_requires_grad(*arguments):
             output = function.apply(keyset, arguments[num_tensors:], *arguments[:num_tensors])
             return list(output) if returns_list else output
         return below_autograd(keyset, arguments)
@@ -127,3 +135,21 @@ def refuse_gradient(name: str, advice: str = NO_SECOND_DERIVATIVE) -> None:
         raise UnsupportedProblemError(f"{name} has no gradient; {advice}")
 
     differentiate(name, setup, refuse)
+
+
+class _Refused(torch.autograd.Function):
+    """Gradients, where somebody may ask for theirs: then it raises."""
+
+    @staticmethod
+    def forward(ctx, name: str, function: Callable, *tensors: torch.Tensor | None):
+        ctx.name = name
+        return tuple(function(*tensors))
+
+    @staticmethod
+    def backward(ctx, *directions: torch.Tensor | None):
+        raise UnsupportedProblemError(f"{ctx.name}_backward has no gradient; {NO_SECOND_DERIVATIVE}")
+
+
+def refused_again(name: str, function: Callable, *tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """Return ``function(*tensors)``, gradients of the operation ``name``, which raise where theirs are wanted."""
+    return _Refused.apply(name, function, *tensors)

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from ..errors import UnsupportedProblemError
 from . import checks
-from .calls import can_remember, remember
+from .keys import Known, can_remember, key_of
 
 
 class ParallelContext(ABC):
     """The ranks that share a pack, seen from one of them; ``num_documents`` N counts those of the whole pack."""
 
     num_documents: int
-    checked: dict[Hashable, tuple]
+    checked: Known
     """The transforms of calls of ``chunk_kda`` that need no check again, by their keys."""
 
     @abstractmethod
@@ -61,20 +61,18 @@ def check_context(cp_context: object, tensor: torch.Tensor, **others: object) ->
     return cp_context
 
 
-def find_checked(cp_context: object, key: Hashable) -> tuple | None:
-    """Return the transforms of a call that was checked under its key; None if it was not, or for no context."""
-    try:
-        return cp_context.checked.get(key) if isinstance(cp_context, ParallelContext) else None
-    except TypeError:  # something that cannot be hashed is no argument of ours either: the checks name it
-        return None
+def find_checked(cp_context: object, asked: tuple) -> tuple | None:
+    """Return the transforms of a call that was checked, asked for as of ``Known.find``; None for no context either."""
+    return cp_context.checked.find(*asked) if isinstance(cp_context, ParallelContext) else None
 
 
-def remember_checked(
-    cp_context: ParallelContext, key: Hashable, given: Sequence, tensors: Sequence, transforms: tuple
-) -> None:
+def remember_checked(cp_context: ParallelContext, asked: tuple | None, tensors: Sequence, transforms: tuple) -> None:
     """Remember the transforms of a call that was checked: not without a key, or if a tensor was copied for the call."""
+    if asked is None:
+        return
+    key, given = key_of(*asked), asked[2]
     if can_remember(key, given) and all(one is other for one, other in zip(given, tensors)):
-        remember(cp_context.checked, key, transforms)
+        cp_context.checked.keep(key, transforms)
 
 
 def attend_parallel(

@@ -23,16 +23,16 @@ from cake_kda_jit import (
 )
 from cake_kda_jit.bench.problems import make_problem
 from cake_kda_jit.layers import KimiDeltaAttention
-from cake_kda_jit.ops import calls
+from cake_kda_jit.ops import calls, keys
 
 HEADS, HEAD_DIM, HIDDEN = 2, 64, 32
 LENGTHS = (70, 0, 130)
 
 
 @pytest.fixture(autouse=True)
-def no_calls(monkeypatch):
+def no_calls():
     """Each test begins with nothing prepared."""
-    monkeypatch.setattr(calls, "_calls", {})
+    calls._calls.clear()
 
 
 class Operators(TorchDispatchMode):
@@ -274,7 +274,7 @@ def test_a_scale_in_a_tensor_is_read_in_every_call():
 
 
 def test_the_oldest_call_goes_first(monkeypatch):
-    monkeypatch.setattr(calls, "MOST_CALLS", 2)
+    monkeypatch.setattr(keys, "MOST_CALLS", 2)
     x, weight = torch.randn(1, 9, 8), torch.randn(8, 4)
     for width in (2, 3, 4, 3):
         causal_conv1d(x, weight[:, :width].contiguous())
