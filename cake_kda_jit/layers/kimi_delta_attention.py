@@ -11,11 +11,24 @@ from torch import Tensor, nn
 
 from ..errors import UnsupportedProblemError
 from ..ops.api import chunk_kda
-from ..ops.between import between_projections
+from ..ops.between import LayerForm, between_projections
+from ..ops.layer import FULL_RANK, LOW_RANK, attention_layer
 from ..ops.parallel import ParallelContext, short_convolutions
 from ..ops.plan import Plan
 from ..ops.problem import KdaOptions
-from .parts import GatedRMSNorm, ShortConvolution, bare_weight, call, calls_are_plain, project
+from .checks import check_kernel_dtype, check_modules
+from .parts import GatedRMSNorm, ShortConvolution, bare_parameters, call, calls_are_plain, project
+
+_CONVOLUTIONS = tuple((name, ShortConvolution) for name in ("q_conv1d", "k_conv1d", "v_conv1d"))
+_NORM = (("o_norm", GatedRMSNorm),)
+_PROJECTIONS = {  # in the order of ``Products``, by low_rank_gate
+    True: ("q_proj", "k_proj", "v_proj", "f_a_proj", "f_b_proj", "b_proj", "g_a_proj", "g_b_proj", "o_proj"),
+    False: ("q_proj", "k_proj", "v_proj", "f_proj", "b_proj", "g_proj", "o_proj"),
+}
+_ALL = {
+    is_low_rank: (*_CONVOLUTIONS, *_NORM, *((name, nn.Linear) for name in names))
+    for is_low_rank, names in _PROJECTIONS.items()
+}
 
 
 class KimiDeltaAttention(nn.Module):
@@ -120,18 +133,40 @@ class KimiDeltaAttention(nn.Module):
         layers of a step share, or by a ``cp_context`` whose ranks hold the pack's fragments; without any, each batch
         row is a document. ``options`` as in ``chunk_kda``.
         """
+        is_plain = calls_are_plain()
+        if is_plain and cu_seqlens is None and cp_context is None and self.kernel_dtype in (None, x.dtype):
+            o = self._as_one_call(x, plan, options)
+            if o is not None:
+                return o
         A_log, dt_bias = self.A_log, self.dt_bias
         _check_gate_dtype(A_log=A_log, dt_bias=dt_bias)
-        is_plain = calls_are_plain()
         linear, modules = project if is_plain else call, self._modules
-        rows = [linear(modules[name], x) for name in ("q_proj", "k_proj", "v_proj")]
+        check_modules(modules, _ALL[self.low_rank_gate])
+        rows = [linear(modules, name, x) for name in ("q_proj", "k_proj", "v_proj")]
+        logits = self._gate_logits(linear, "f", x), linear(modules, "b_proj", x)
+        check_kernel_dtype(self.kernel_dtype, rows[0], logits[0])
         if self.kernel_dtype is not None:
             rows = [one.to(self.kernel_dtype) for one in rows]
-        logits = self._gate_logits(linear, "f", x), linear(modules["b_proj"], x)
         given = (*rows, *logits, A_log, dt_bias, self._gate_logits(linear, "g", x))
         documents = {"cu_seqlens": cu_seqlens, "plan": plan, "cp_context": cp_context}
         y = self.between_projections(given, is_plain=is_plain, options=options, **documents)
-        return linear(modules["o_proj"], y)
+        return linear(modules, "o_proj", y)
+
+    def _as_one_call(self, x: Tensor, plan: Plan | None, options: KdaOptions | None) -> Tensor | None:
+        """Return the output, None where modules are not bare or ``attention_layer`` returns it."""
+        found, parameters = bare_parameters(self._modules, _ALL[self.low_rank_gate]), self._parameters
+        A_log, dt_bias = parameters.get("A_log"), parameters.get("dt_bias")
+        if found is None or A_log is None or dt_bias is None or not A_log.dtype == dt_bias.dtype == torch.float32:
+            return None
+        (q_conv, k_conv, v_conv, norm, *weights), biases = found
+        if biases and biases.keys() != {_PROJECTIONS[self.low_rank_gate][-2]}:  # the output gate's may have one
+            return None
+        tensors = (x, q_conv, k_conv, v_conv, A_log, dt_bias, norm, *weights, *biases.values())
+        products = LOW_RANK if self.low_rank_gate else FULL_RANK
+        return attention_layer(tensors, products, self._form(), plan=plan, options=options)
+
+    def _form(self) -> LayerForm:
+        return LayerForm(self.head_dim, self._modules["o_norm"].eps, self.lower_bound, self.allow_neg_eigval)
 
     def between_projections(
         self,
@@ -150,24 +185,16 @@ class KimiDeltaAttention(nn.Module):
         modules has hooks, it is one call and one node of autograd.
         """
         modules = self._modules
-        convolutions, norm = [modules[name] for name in ("q_conv1d", "k_conv1d", "v_conv1d")], modules["o_norm"]
         if is_plain and cu_seqlens is None and cp_context is None:
-            weights = [bare_weight(one, ShortConvolution) for one in convolutions]
-            norm_weight = bare_weight(norm, GatedRMSNorm)
-            if norm_weight is not None and all([weight is not None for weight in weights]):
-                y = between_projections(
-                    (*given[:3], *weights, *given[3:], norm_weight),
-                    self.head_dim,
-                    norm.eps,
-                    plan=plan,
-                    lower_bound=self.lower_bound,
-                    allow_neg_eigval=self.allow_neg_eigval,
-                    options=options,
-                )
+            found = bare_parameters(modules, (*_CONVOLUTIONS, *_NORM))
+            if found is not None:
+                *weights, norm_weight = found[0]
+                tensors = (*given[:3], *weights, *given[3:], norm_weight)
+                y = between_projections(tensors, self._form(), plan=plan, options=options)
                 if y is not None:
                     return y
         documents = {"cu_seqlens": cu_seqlens, "plan": plan, "cp_context": cp_context}
-        q, k, v = self._convolve(convolutions, given[:3], is_plain, documents)
+        q, k, v = self._convolve(given[:3], is_plain, documents)
         decay, beta, A_log, dt_bias, gate = given[3:]
         o, _ = chunk_kda(
             self._heads(q),
@@ -185,26 +212,24 @@ class KimiDeltaAttention(nn.Module):
             options=options,
             **documents,
         )
-        return norm(o, gate)
+        return modules["o_norm"](o, gate)
 
-    def _convolve(
-        self, convolutions: list[nn.Module], rows: tuple[Tensor, ...], is_plain: bool, documents: dict[str, Any]
-    ) -> tuple[Tensor, ...]:
+    def _convolve(self, rows: tuple[Tensor, ...], is_plain: bool, documents: dict[str, Any]) -> tuple[Tensor, ...]:
         """Return q, k and v convolved. If ``is_plain``, and without hooks, ranks exchange for all three at once."""
         if is_plain and documents["cp_context"] is not None:
-            weights = [bare_weight(one, ShortConvolution) for one in convolutions]
-            if all([weight is not None for weight in weights]):
-                found = short_convolutions(rows, [weight.squeeze(1) for weight in weights], **documents)
+            bare = bare_parameters(self._modules, _CONVOLUTIONS)
+            if bare is not None:
+                found = short_convolutions(rows, [weight.squeeze(1) for weight in bare[0]], **documents)
                 if found is not None:
                     return found
-        return tuple(one(x, **documents) for one, x in zip(convolutions, rows))
+        return tuple(self._modules[name](x, **documents) for (name, _), x in zip(_CONVOLUTIONS, rows))
 
-    def _gate_logits(self, linear: Callable[[nn.Module, Tensor], Tensor], name: str, x: Tensor) -> Tensor:
+    def _gate_logits(self, linear: Callable[[dict, str, Tensor], Tensor], name: str, x: Tensor) -> Tensor:
         """Return the logits of the decay (f) or of the output gate (g)."""
         modules = self._modules
         if self.low_rank_gate:
-            return linear(modules[f"{name}_b_proj"], linear(modules[f"{name}_a_proj"], x))
-        return linear(modules[f"{name}_proj"], x)
+            return linear(modules, f"{name}_b_proj", linear(modules, f"{name}_a_proj", x))
+        return linear(modules, f"{name}_proj", x)
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim))

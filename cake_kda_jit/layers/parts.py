@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -70,38 +72,65 @@ class GatedRMSNorm(nn.Module):
 
 def calls_are_plain() -> bool:
     """Whether to call a bare module is to call its forward: in eager mode, and without hooks on all modules."""
-    return is_eager() and not torch.nn.modules.module._has_any_global_hook()
+    return is_eager() and not _has_global_hooks()
 
 
-def bare_weight(module: nn.Module, kind: type[nn.Module]) -> Tensor | None:
-    """Return the weight of a bare module of ``kind``: without hooks, and with nothing else in its forward's place.
+def _has_global_hooks() -> bool:
+    module = torch.nn.modules.module  # torch 2.6 has no function that says it
+    return bool(
+        module._global_backward_pre_hooks
+        or module._global_backward_hooks
+        or module._global_forward_pre_hooks
+        or module._global_forward_hooks
+    )
 
-    None of one that is not bare, and of one whose weight is no parameter but a plain attribute, or has gone.
+
+def bare_parameters(
+    modules: Mapping[str, nn.Module | None], kinds: Iterable[tuple[str, type[nn.Module]]]
+) -> tuple[list[Tensor], dict[str, Tensor]] | None:
+    """Return weights of modules, and biases by name, if to call any is to call the forward of its kind with these.
+
+    None if one is of another class or has hooks, if something else stands in its forward's place, and if its weight, or
+    an ``nn.Linear``'s bias, is no parameter but a plain attribute, or has gone.
     """
-    own = module.__dict__
-    if type(module) is not kind or (
-        own["_forward_hooks"]
-        or own["_forward_pre_hooks"]
-        or own["_backward_hooks"]
-        or own["_backward_pre_hooks"]
-        or "forward" in own
-        or "_compiled_call_impl" in own
-    ):
-        return None
-    return own["_parameters"].get("weight")
+    weights, biases = [], {}
+    for name, kind in kinds:
+        module = modules.get(name)
+        if type(module) is not kind:
+            return None
+        own = module.__dict__
+        parameters = own["_parameters"]
+        weight = parameters.get("weight")
+        if (
+            weight is None
+            or own["_forward_hooks"]
+            or own["_forward_pre_hooks"]
+            or own["_backward_hooks"]
+            or own["_backward_pre_hooks"]
+            or "forward" in own
+            or "_compiled_call_impl" in own
+            or (kind is nn.Linear and "bias" not in parameters)
+        ):
+            return None
+        weights.append(weight)
+        bias = parameters.get("bias")
+        if bias is not None:
+            biases[name] = bias
+    return weights, biases
 
 
-def project(linear: nn.Module, x: Tensor) -> Tensor:
+def project(modules: Mapping[str, nn.Module], name: str, x: Tensor) -> Tensor:
     """Call a projection. What ``nn.Module`` does around a bare ``nn.Linear`` takes the host as long as its launch.
 
     Only where ``calls_are_plain``: a compiler sees modules and their hooks itself.
     """
-    weight = bare_weight(linear, nn.Linear)
-    if weight is None or "bias" not in linear._parameters:
-        return linear(x)
-    return functional.linear(x, weight, linear._parameters["bias"])
+    found = bare_parameters(modules, ((name, nn.Linear),))
+    if found is None:
+        return modules[name](x)
+    [weight], biases = found
+    return functional.linear(x, weight, biases.get(name))
 
 
-def call(module: nn.Module, x: Tensor) -> Tensor:
+def call(modules: Mapping[str, nn.Module], name: str, x: Tensor) -> Tensor:
     """Call a projection as a module."""
-    return module(x)
+    return modules[name](x)

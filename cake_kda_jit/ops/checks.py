@@ -89,16 +89,20 @@ def check_shape(name: str, tensor: torch.Tensor, expected: tuple[int, ...], mean
         raise UnsupportedProblemError(f"{name} has shape {_shape(tensor)}; expected {meaning} = {list(expected)}")
 
 
+def is_kernel_dtype(tensor: torch.Tensor) -> bool:
+    """Whether kernels on the tensor's device compute from its dtype."""
+    return DTYPE_NAMES.get(tensor.dtype) in DEVICE_DTYPES.get(tensor.device.type, ())
+
+
 def kernel_dtype(name: str, tensor: torch.Tensor) -> str:
     """Return bf16, fp16 or fp32, if kernels on the tensor's device compute from it."""
-    accepted = DEVICE_DTYPES.get(tensor.device.type, ())
-    found = DTYPE_NAMES.get(tensor.dtype)
-    if found not in accepted:
+    if not is_kernel_dtype(tensor):
+        accepted = DEVICE_DTYPES.get(tensor.device.type, ())
         raise UnsupportedProblemError(
             f"{name} is {tensor.dtype} on {tensor.device}; accepted there: "
             f"{', '.join(accepted) or 'nothing'}; convert it first"
         )
-    return found
+    return DTYPE_NAMES[tensor.dtype]
 
 
 def check_attention_shapes(q, k, v, g, beta) -> None:

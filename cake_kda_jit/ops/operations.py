@@ -159,7 +159,7 @@ class BetweenProjections:
     attention: Attention
     eps: float
 
-    name = "kimi_delta_attention"
+    name = "between_projections"
     num_differentiable = 12
 
     def has_work(self, tensors: tuple) -> bool:
@@ -188,7 +188,7 @@ class BetweenProjections:
             executor, self._attended(mixed, tensors), context, (do, None)
         )
         dys = [dy.view(x.shape) for x, dy in zip(tensors[:3], d_mixed)]
-        d_rows, d_weights = zip(*conv_backward_together(self._convolutions(executor, tensors), dys))
+        d_rows, d_weights, *_ = zip(*conv_backward_together(self._convolutions(executor, tensors), dys))
         d_weights = [dweight.view(weight.shape) for weight, dweight in zip(tensors[3:6], d_weights)]
         return *d_rows, *d_weights, dg.view(tensors[6].shape), dbeta, dA_log, ddt_bias, dgate, dnorm
 

@@ -345,7 +345,12 @@ def test_compiled_with_a_plan_of_every_pack():
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     for number, lengths in enumerate([(70, 30), (128, 64, 3, 9), (20, 50, 6), (500, 2, 2)]):
         x, plan = make_input(sum(lengths)), plan_of(lengths)
-        assert_equal(gradients(layer, x, compiled, plan=plan), gradients(layer, x, plan=plan))
+        o, dx, *others = gradients(layer, x, compiled, plan=plan)
+        eager_o, eager_dx, *eager_others = gradients(layer, x, plan=plan)
+        assert_equal((o, *others), (eager_o, *eager_others))
+        # An eager layer adds up the six products of dx otherwise. Each product and each partial sum may be off by 2^-8
+        # of itself, half that in the mean: of eleven that do not know of each other, in both, below a hundredth.
+        assert (dx.float() - eager_dx.float()).norm() <= 0.01 * eager_dx.float().norm()
         if number == 0:
             kernels = load.loaded_kernels()
     assert load.loaded_kernels() == kernels

@@ -211,10 +211,13 @@ def test_activation_checkpointing_gives_the_same_bits(use_reentrant):
 
 def test_selective_checkpointing_sees_the_operators(monkeypatch):
     """A policy that keeps the attention's outputs: the backward runs each convolution again, but not the attention."""
-    programs, plain = [], load.Kernel.launch_block
-    monkeypatch.setattr(
-        load.Kernel, "launch_block", lambda self, *rest: programs.append(self.record.program) or plain(self, *rest)
-    )
+    programs, plain = [], load.Kernel.launch_all
+
+    def launch_all(self, steps, *rest):
+        programs.extend(step.kernel.record.program for step in steps.each)
+        plain(self, steps, *rest)
+
+    monkeypatch.setattr(load.Kernel, "launch_all", launch_all)
 
     def policy(context, operator, *args, **kwargs):
         is_attention = operator == torch.ops.cake_kda_jit.chunk_kda_forward.default

@@ -1,0 +1,217 @@
+"""A whole layer as one prepared call: torch's products around what lies between them, and one node of autograd.
+
+Torch makes a node of each product, hands its gradients around, and adds up those of the layer's input in kernels of
+their own, which takes its host longer than the products. Here the backward calls the products itself, in the order of
+torch's engine. Results and gradients are those of the modules one by one, bit for bit, except for the input's gradient:
+its products are added up by torch's products themselves, not behind them, and may be rounded otherwise on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from operator import itemgetter
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional
+
+from . import calls, checks
+from .between import LayerForm, checked_operation
+from .calls import Call
+from .operators import any_requires_grad, refused_again, untraced
+from .plan import Plan, tables_of_batch
+from .problem import KdaOptions
+
+NAME = "kimi_delta_attention"
+NUM_OTHERS = 6  # tensors between x and the projections' weights
+NUM_TABLES = 4
+
+
+class Products(NamedTuple):
+    """A layer's projections but the last, in order: the source of each is 0 for x, else the number of another.
+
+    ``given`` are the numbers of those that become q, k, v, and the logits of decay, beta and output gate.
+    """
+
+    sources: tuple[int, ...]
+    given: tuple[int, ...]
+
+
+LOW_RANK = Products(sources=(0, 0, 0, 0, 4, 0, 0, 7), given=(1, 2, 3, 5, 6, 8))
+FULL_RANK = Products(sources=(0, 0, 0, 0, 0, 0), given=(1, 2, 3, 4, 5, 6))
+
+
+def attention_layer(
+    tensors: tuple[torch.Tensor, ...],
+    products: Products,
+    form: LayerForm,
+    *,
+    plan: Plan | None,
+    options: KdaOptions | None,
+) -> torch.Tensor | None:
+    """Return the layer's ``[B, T, hidden]``.
+
+    The tensors are x ``[B, T, hidden]``; the weights of the three convolutions ``[D, 1, W]``, A_log, dt_bias, the
+    norm's weight; the weights of the products and of the last projection ``[out, in]``; and, if there is one, the bias
+    of the last of the products. Without a plan there are B documents. Only in eager mode.
+
+    Returns None under autocast, where x and the projections' weights differ in dtype or do not fit, where x is not
+    contiguous or of a dtype that kernels do not take, and where ``between_projections`` would return None. Errors are
+    those of ``causal_conv1d``, ``chunk_kda`` and ``gated_rms_norm``.
+    """
+    x = tensors[0]
+    if torch._C._is_any_autocast_enabled():
+        return None
+    asked = (NAME, plan, tensors, len(products.sources), *form, options)
+    call = calls.find_call(*asked)
+    if call is None:
+        call = calls.keep_call(asked, partial(_make, tensors, products, form, plan, options))
+        if call is None:
+            return None
+    pack = plan or tables_of_batch(*x.shape[:2], call.num_value_heads, form.head_dim, x.device)
+    return call(tensors, (*pack.tables, pack.cu_seqlens))
+
+
+class LayerCall:
+    """A layer on tensors of fixed layouts; ``between`` is what lies between its projections, on ``[B * T, D]``.
+
+    What is kept for a backward are the parameters, in the order of the tensors, the tables, the matrices of x and of
+    the products, what the last projection takes, and what ``between`` keeps.
+    """
+
+    def __init__(self, products: Products, between: Call, tensors: Sequence[torch.Tensor]) -> None:
+        self.sources, self.given, self.between = products.sources, products.given, between
+        self.last_first = tuple(enumerate(products.sources))[::-1]
+        first_table = len(tensors) - 1
+        self.weights = slice(NUM_OTHERS, NUM_OTHERS + len(products.sources) + 1)
+        self.has_bias = self.weights.stop < first_table
+        self.first_result = first_table + NUM_TABLES
+        q, k, v, decay, beta, gate = (self.first_result + number for number in products.given)
+        tables = range(first_table, self.first_result)
+        self.operands = itemgetter(q, k, v, 0, 1, 2, decay, beta, 3, 4, gate, 5, *tables)  # of what is kept
+        x, weights = tensors[0], tensors[1:][self.weights]
+        rows, hidden = x.shape[:2].numel(), weights[-1].shape[0]
+        self.x_shape, self.flat_x_shape = tuple(x.shape), (rows, x.shape[2])
+        self.o_shape, self.flat_o_shape = (*x.shape[:2], hidden), (rows, hidden)
+        self.num_value_heads = weights[products.given[4] - 1].shape[0]
+
+    def __call__(self, tensors: tuple[torch.Tensor, ...], tables: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Run the layer; returns its output, with its gradient where one is wanted."""
+        if torch.is_grad_enabled() and any_requires_grad(*tensors):
+            return _apply(self, tables, *tensors)
+        return self.forward(tensors[0], (*tensors[1:], *tables), keep=False)[0]
+
+    def forward(self, x: torch.Tensor, kept: tuple[torch.Tensor, ...], *, keep: bool) -> tuple[torch.Tensor, tuple]:
+        """Return the output and all that is kept; ``kept`` are the parameters and the tables."""
+        results, linear = [x.view(self.flat_x_shape)], functional.linear
+        *weights, last, o_weight = kept[self.weights]
+        for source, weight in zip(self.sources, weights):
+            results.append(linear(results[source], weight))
+        results.append(linear(results[self.sources[-1]], last, kept[self.weights.stop] if self.has_bias else None))
+        kept = (*kept, *results)
+        [y], more = self.between.forward(keep=keep).run(self.operands(kept))
+        return linear(y, o_weight).view(self.o_shape), (*kept, y, *more)
+
+    def gradients(self, needed: Sequence[bool], do: torch.Tensor, *kept: torch.Tensor) -> tuple:
+        """Return the gradients of the tensors, None for those that are not ``needed``."""
+        needs_x, needs_weights, weights = needed[0], needed[1:][self.weights], kept[self.weights]
+        end = self.first_result + len(weights)
+        results, y = kept[self.first_result : end], kept[end]
+        do = do.reshape(self.flat_o_shape)
+        d_weights: list[torch.Tensor | None] = [None] * len(weights)
+        if needs_weights[-1]:
+            d_weights[-1] = torch.mm(do.t(), y)
+        dy = torch.mm(do, weights[-1])
+        found = self.between.gradients((*self.operands(kept), *kept[end + 1 :]), (dy,))
+        directions: list[torch.Tensor | None] = [None] * len(weights)
+        for number, place in zip(self.given, _GIVEN):
+            directions[number] = found[place]
+        d_others = _of_others(found)
+        d_bias = (directions[-1].sum(0) if needed[-1] else None,) if self.has_bias else ()
+        del found
+        for number, source in self.last_first:
+            direction = directions.pop()  # whose memory is free behind its products
+            if needs_weights[number]:
+                d_weights[number] = torch.mm(direction.t(), results[source])
+            if source == 0 and not needs_x:
+                continue
+            known = directions[source]
+            if known is None:
+                directions[source] = torch.mm(direction, weights[number])
+            else:
+                torch.addmm(known, direction, weights[number], out=known)
+        dx = directions[0].view(self.x_shape) if needs_x else None
+        return dx, *d_others, *d_weights, *d_bias
+
+
+_GIVEN = (0, 1, 2, 6, 7, 10)
+"""Where those of ``Products.given`` stand among the tensors of ``BetweenProjections``."""
+
+_of_others = itemgetter(3, 4, 5, 8, 9, 11)
+"""The others of these tensors, in their order."""
+
+
+def _make(
+    tensors: tuple[torch.Tensor, ...],
+    products: Products,
+    form: LayerForm,
+    plan: Plan | None,
+    options: KdaOptions | None,
+) -> LayerCall | None:
+    """Return the call, or None where ``attention_layer`` returns it."""
+    end = 1 + NUM_OTHERS + len(products.sources) + 1
+    x, others, weights, bias = tensors[0], tensors[1 : 1 + NUM_OTHERS], tensors[1 + NUM_OTHERS : end], tensors[end:]
+    if x.dim() != 3 or not x.is_contiguous() or not checks.is_kernel_dtype(x):
+        return None
+    sizes = [x.shape[-1]]
+    for source, weight in zip((*products.sources, products.given[2]), weights):  # the last takes as many as v has
+        if weight.dim() != 2 or weight.shape[1] != sizes[source] or not _is_alike(weight, x):
+            return None
+        sizes.append(weight.shape[0])
+    if any(one.shape != (sizes[len(products.sources)],) or not _is_alike(one, x) for one in bias):
+        return None
+
+    def operands(*batch: int) -> tuple[torch.Tensor, ...]:
+        """What the products will be, for the checks, and the others: nothing reads it."""
+        q, k, v, decay, beta, gate = (x.new_empty((*batch, sizes[number])) for number in products.given)
+        q_conv, k_conv, v_conv, A_log, dt_bias, norm = others
+        return q, k, v, q_conv, k_conv, v_conv, decay, beta, A_log, dt_bias, gate, norm
+
+    checked = checked_operation(operands(*x.shape[:2]), form, plan, options)
+    if checked is None:
+        return None
+    operation, pack = checked
+    taken = (*operands(x.shape[:2].numel()), *pack.tables, pack.cu_seqlens)
+    if not operation.has_work(taken) or any(one is not other for one, other in zip(taken, operation.join(taken))):
+        return None
+    return LayerCall(products, Call(operation, taken), tensors)
+
+
+def _is_alike(tensor: torch.Tensor, x: torch.Tensor) -> bool:
+    return tensor.dtype == x.dtype and tensor.device == x.device
+
+
+class _Layer(torch.autograd.Function):
+    """A layer as one node of autograd."""
+
+    @staticmethod
+    def forward(ctx, call: LayerCall, tables: tuple[torch.Tensor, ...], *tensors: torch.Tensor) -> torch.Tensor:
+        o, kept = call.forward(tensors[0], (*tensors[1:], *tables), keep=True)
+        ctx.set_materialize_grads(False)
+        ctx.call = call
+        ctx.save_for_backward(*kept)
+        return o
+
+    @staticmethod
+    @untraced
+    def backward(ctx, do: torch.Tensor | None):
+        call, kept, needed = ctx.call, ctx.saved_tensors, ctx.needs_input_grad[2:]
+        if do is None:
+            return None, None, *[None] * len(needed)
+        if torch.is_grad_enabled():  # with create_graph
+            return None, None, *refused_again(NAME, partial(call.gradients, needed), do, *kept)
+        return None, None, *call.gradients(needed, do, *kept)
+
+
+_apply = calls.node(NAME, _Layer)

@@ -1,0 +1,239 @@
+"""A layer as one call: the bits of its modules one by one, what is kept from it, and when it is not one."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from cake_kda_jit import last_launches, make_plan
+from cake_kda_jit.errors import UnsupportedProblemError
+from cake_kda_jit.layers import KimiDeltaAttention
+from cake_kda_jit.ops import calls
+
+HIDDEN, HEAD_DIM, TOKENS = 128, 64, 100
+WHOLE, BETWEEN = "kimi_delta_attentionBackward", "between_projectionsBackward"
+OPTIONS = {
+    "plain": {},
+    "grouped": {"num_value_heads": 2},
+    "bias": {"lower_bound": -5.0, "output_gate_bias": True},
+    "full rank": {"low_rank_gate": False, "allow_neg_eigval": True},
+    "full rank, bias": {"low_rank_gate": False, "output_gate_bias": True},
+}
+OF_X = ("q_proj", "k_proj", "v_proj", "f_a_proj", "b_proj", "g_a_proj")
+
+
+@pytest.fixture(autouse=True)
+def no_calls():
+    calls._calls.clear()
+
+
+def make_layer(dtype: torch.dtype = torch.float32, **options) -> KimiDeltaAttention:
+    torch.manual_seed(0)
+    return KimiDeltaAttention(HIDDEN, 1, HEAD_DIM, **options).to(dtype)
+
+
+def make_x(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    torch.manual_seed(1)
+    return torch.randn(1, TOKENS, HIDDEN, dtype=dtype)
+
+
+def plan_of(num_value_heads: int | None = None, **limits):
+    sizes = {"num_heads": 1, "num_value_heads": num_value_heads, "head_dim": HEAD_DIM, "device": "cpu"}
+    return make_plan(torch.tensor([0, 40, 40, 93 if limits else TOKENS]), **sizes, **limits)
+
+
+def run(layer: KimiDeltaAttention, x: torch.Tensor, **documents) -> dict[str, torch.Tensor]:
+    """The result and every gradient that is wanted, by name."""
+    x = x.clone().requires_grad_()
+    y = layer(x, **documents)
+    leaves = {"x": x} | {name: p for name, p in layer.named_parameters() if p.requires_grad}
+    found = torch.autograd.grad(y.float().square().sum(), list(leaves.values()))
+    return {"y": y.detach(), **dict(zip(leaves, found))}
+
+
+def assert_equal_but_x(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert [name for name in found if name != "x" and not torch.equal(found[name], expected[name])] == []
+
+
+def nodes(y: torch.Tensor) -> list[str]:
+    """The names of all nodes behind a result."""
+    found, waiting = {}, [y.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in found:
+            found[node] = node.name()
+            waiting += [one for one, _ in node.next_functions]
+    return list(found.values())
+
+
+@pytest.mark.parametrize("documents", ["plan", "capacity", "batch"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_modules_one_by_one_have_the_same_bits(options, dtype, documents, nan_poison):
+    """But for x, whose gradient ``test_the_gradient_of_x`` holds to its products."""
+    layer, x = make_layer(dtype, **OPTIONS[options]), make_x(dtype)
+    heads = OPTIONS[options].get("num_value_heads")
+    plan = {
+        "plan": lambda: plan_of(heads),
+        "capacity": lambda: plan_of(heads, max_documents=5, max_tokens=TOKENS),
+        "batch": lambda: None,
+    }[documents]()
+    if plan is None:
+        x = x.view(2, TOKENS // 2, HIDDEN)
+    together = [run(layer, x, plan=plan) for _ in range(2)]
+    assert [name for name in nodes(layer(x, plan=plan)) if "Accumulate" not in name] == [WHOLE]
+    layer.q_proj.register_forward_hook(lambda *_: None)
+    assert BETWEEN in nodes(layer(x, plan=plan))
+    alone = run(layer, x, plan=plan)
+    assert torch.equal(together[0]["x"], together[1]["x"])
+    for found in together:
+        assert_equal_but_x(found, alone)
+
+
+@pytest.mark.parametrize(("dtype", "unit"), [(torch.float32, 2**-24), (torch.bfloat16, 2**-8)], ids=str)
+def test_the_gradient_of_x(dtype, unit):
+    """A sum of six products, in which each product and each partial sum is rounded at most once.
+
+    The products themselves are sums of 64 fp32 terms, whose own roundings are less than 64 units of fp32 of the
+    absolute terms.
+    """
+    layer, x = make_layer(dtype), make_x(dtype)
+    found = run(layer, x, plan=plan_of())["x"].double()
+    directions = {}
+    for name in OF_X:
+        layer.get_submodule(name).register_full_backward_hook(
+            lambda _, __, given, name=name: directions.update({name: given[0].double()})
+        )
+    run(layer, x, plan=plan_of())
+    total = bound = torch.zeros_like(found)
+    for name in reversed(OF_X):
+        weight = layer.get_submodule(name).weight.detach().double()
+        product = directions[name] @ weight
+        total = total + product
+        bound = bound + unit * (product.abs() + total.abs()) + 64 * 2**-24 * (directions[name].abs() @ weight.abs())
+    assert ((found - total).abs() <= 1.01 * bound).all()
+
+
+def test_four_launches_in_one_node(nan_poison):
+    """Forward and backward together are what the modules launch one by one."""
+    layer, x, plan = make_layer(), make_x().requires_grad_(), plan_of()
+    y = layer(x, plan=plan)
+    assert [one.program for one in last_launches()] == [
+        "conv_forward",
+        "chunk_prepare",
+        "chunk_scan",
+        "gated_norm_forward",
+    ]
+    y.sum().backward()
+    assert last_launches()[0].program == "gated_norm_backward" and last_launches()[-1].program == "conv_backward"
+    assert len(calls._calls) == 1
+
+
+@pytest.mark.parametrize("trained", [("o_proj.weight",), ("f_a_proj.weight", "A_log"), ("x",), ("q_proj.weight", "x")])
+def test_only_some_are_trained(trained):
+    layer, x, plan = make_layer(), make_x(), plan_of()
+    expected = run(layer, x, plan=plan)
+    layer.requires_grad_(False)
+    for name in trained:
+        if name != "x":
+            layer.get_parameter(name).requires_grad_(True)
+    x.requires_grad_("x" in trained)
+    y = layer(x, plan=plan)
+    leaves = [x if name == "x" else layer.get_parameter(name) for name in trained]
+    found = torch.autograd.grad(y.square().sum(), leaves)
+    assert all(torch.equal(one, expected[name]) for name, one in zip(trained, found, strict=True))
+    assert nodes(y).count(WHOLE) == 1
+
+
+def test_without_a_gradient():
+    layer, x, plan = make_layer(), make_x(), plan_of()
+    expected = run(layer, x, plan=plan)["y"]
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            y = layer(x, plan=plan)
+        assert torch.equal(y, expected) and not y.requires_grad
+
+
+def test_what_is_not_one_call():
+    """Then its modules are called, and torch has its say about them."""
+    layer, x, plan = make_layer(), make_x(), plan_of()
+    expected = layer(x, plan=plan)
+    strided = torch.cat([x, x], dim=-1)[..., :HIDDEN]
+    for y in (layer(strided, plan=plan), layer(x, cu_seqlens=plan.cu_seqlens)):
+        assert WHOLE not in nodes(y) and torch.equal(y, expected)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x, plan=plan)
+    assert WHOLE not in nodes(y) and y.dtype == torch.bfloat16
+    same = make_layer(kernel_dtype=torch.float32)(x, plan=plan)
+    assert WHOLE in nodes(same) and torch.equal(same, expected)
+    narrow = make_layer(kernel_dtype=torch.bfloat16)(x, plan=plan)
+    assert WHOLE not in nodes(narrow) and narrow.dtype == torch.float32
+    with pytest.raises(RuntimeError, match="dtype"):
+        layer(x.bfloat16(), plan=plan)
+    with pytest.raises(RuntimeError, match="shape"):
+        layer(x[..., :-1].contiguous(), plan=plan)
+    assert layer(x[:, :0]).shape == (1, 0, HIDDEN)
+
+
+def test_a_bias_elsewhere_goes_module_by_module():
+    layer, x, plan = make_layer(), make_x(), plan_of()
+    layer.o_proj = torch.nn.Linear(HEAD_DIM, HIDDEN)
+    y = layer(x, plan=plan)
+    assert WHOLE not in nodes(y) and BETWEEN in nodes(y)
+    other = copy.deepcopy(layer)
+    other.o_proj.bias = None
+    assert WHOLE in nodes(other(x, plan=plan))
+    torch.testing.assert_close(other(x, plan=plan) + layer.o_proj.bias, y)
+
+
+def test_a_gradient_twice_and_checkpointing():
+    layer, x, plan = make_layer(), make_x().requires_grad_(), plan_of()
+    leaves = [x, *layer.parameters()]
+    loss = layer(x, plan=plan).square().sum()
+    first, second = (torch.autograd.grad(loss, leaves, retain_graph=True) for _ in range(2))
+    for use_reentrant in (True, False):
+        loss = checkpoint(lambda x: layer(x, plan=plan), x, use_reentrant=use_reentrant).square().sum()
+        loss.backward()
+        found = [leaf.grad for leaf in leaves]
+        assert all(torch.equal(*three[:2]) and torch.equal(*three[1:]) for three in zip(first, second, found))
+        for leaf in leaves:
+            leaf.grad = None
+
+
+def test_saved_tensors_may_come_back_with_other_strides():
+    layer, x, plan = make_layer(), make_x(), plan_of()
+    layer.q_proj.weight = torch.nn.Parameter(layer.q_proj.weight.detach().t().contiguous().t())
+    expected = run(layer, x, plan=plan)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.contiguous().clone(), lambda t: t):
+        found = run(layer, x, plan=plan)
+    assert_equal_but_x(found, expected)
+    torch.testing.assert_close(found["x"], expected["x"])
+
+
+def test_a_second_derivative_is_refused():
+    layer, x, plan = make_layer(), make_x().requires_grad_(), plan_of()
+    [first] = torch.autograd.grad(layer(x, plan=plan).square().sum(), x, create_graph=True)
+    with pytest.raises(UnsupportedProblemError, match="kimi_delta_attention_backward has no gradient"):
+        first.sum().backward()
+
+
+@pytest.mark.parametrize("changed", ["q_proj.weight", "o_norm.weight", "plan"])
+def test_what_has_changed_since_the_forward_is_noticed(changed):
+    layer, x = make_layer(), make_x()
+    plan = plan_of(max_documents=5, max_tokens=TOKENS)
+    y = layer(x, plan=plan)
+    with torch.no_grad():
+        plan.update(torch.tensor([0, 10])) if changed == "plan" else layer.get_parameter(changed).mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_a_gradient_of_any_strides_or_none():
+    layer, x, plan = make_layer(), make_x().requires_grad_(), plan_of()
+    expanded = torch.autograd.grad(layer(x, plan=plan).sum(), x)
+    given = torch.autograd.grad(layer(x, plan=plan), x, torch.ones(1, HIDDEN, TOKENS).transpose(1, 2))
+    assert torch.equal(*expanded, *given)
