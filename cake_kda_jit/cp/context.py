@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 
+from .. import config
 from ..errors import CakeKdaError, PlanMismatchError, UnsupportedProblemError
 from ..ops.checks import DTYPE_NAMES
+from ..ops.keys import Known
 from ..ops.operators import untraced
 from ..ops.parallel import ParallelContext
 from ..ops.plan import PlanHeads
@@ -20,7 +22,7 @@ from ..ops.recorder import Recording
 from .agreement import ERROR, shown
 from .channel import Channel
 from .comm import TorchChannel
-from .options import KcpOptions, resolve_parallel_options
+from .options import WITH_KNOBS, KcpOptions, resolve_parallel_options
 from .partition import Partition
 from .plan import ParallelPlan
 from .spans import Role
@@ -39,8 +41,9 @@ class KcpContext(ParallelContext):
 
     ``group`` is a ``torch.distributed`` group (None: all ranks) or a ``VirtualGroup``. Fields of the partition and the
     options are compared through the group's host-side store; if they differ, all ranks raise the same PlanMismatchError
-    with the rank and the field. dtype, H, HV and K are compared in the same way by the first call of ``chunk_kda``; no
-    later call does anything collective on the host. An exchange that takes more than ``timeout`` seconds raises
+    with the rank and the field. Options that are None are decided then, and CAKE_KDA_JIT_FAMILY is compared beside them
+    for convolutions. dtype, H, HV and K are compared in the same way by the first call of ``chunk_kda``; no later call
+    does anything collective on the host. An exchange that takes more than ``timeout`` seconds raises
     CommunicationError on every rank that waits, and the group is of no more use.
 
     The calls on a context, backwards included, must be the same on all ranks and in the same order.
@@ -96,7 +99,7 @@ class KcpContext(ParallelContext):
         self._num_operations = 0
         self._cache: dict[tuple, Any] = {}
         self.parts: dict[Hashable, Recording] = {}
-        self.checked: dict[Hashable, tuple] = {}
+        self.checked = Known()
         self.handle = next(_numbers)
         _contexts[self.handle] = self
 
@@ -283,4 +286,10 @@ def get_context(handle: int) -> KcpContext:
 def _fields(partition: Partition, options: KcpOptions) -> dict[str, str]:
     digests = partition.digests()
     layout = {name: shown(getattr(partition, name), digest) for name, digest in digests.items()}
-    return layout | {f"options.{name}": shown(value) for name, value in asdict(options).items()}
+    resolved = {_name_of(name): shown(value) for name, value in asdict(options).items()}
+    # Convolutions ask for it in every call, whatever the options say.
+    return layout | resolved | {config.knob("FAMILY").name: shown(config.read("FAMILY"))}
+
+
+def _name_of(option: str) -> str:
+    return f"options.{option}" + (f" ({config.knob(option.upper()).name})" if option in WITH_KNOBS else "")

@@ -8,8 +8,8 @@ before they round the tokens' gradients: they enter the kernel as the gradient o
 its last W - 1 tokens. The gradient of a halo depends on the first W - 1 tokens of its span only, so that a first launch
 on these alone gives what is to be sent.
 
-Several convolutions of the same tokens share an exchange, and their launches on first tokens: their channels stand side
-by side there.
+Several convolutions of the same tokens share an exchange and all launches, those on first tokens with their channels
+side by side.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ..ops.conv import ConvInputs, conv_backward, conv_forward, conv_forward_together
+from ..ops.conv import ConvInputs, conv_backward, conv_backward_together, conv_forward, conv_forward_together
 from .channel import Exchange
 from .halo_tables import HaloTables, Sum, halo_tables
 from .states import exchange
@@ -226,12 +226,15 @@ def parallel_conv_backward(
     ends = [_states_of(part, group.reach) for part in group.each(end)]
     if dfinal_state is not None:
         ends[0][tables.last_spans] += dfinal_state[tables.last_documents].float()
+    many = [
+        ConvInputs(one.x, one.weight, one.bias, state, tables.cu_seqlens, False, use_silu)
+        for one, state in zip(all_tensors, states)
+    ]
     found = []
-    for one, dy, state, end, others in zip(all_tensors, all_dy, states, ends, group.each(arrived)):
-        inputs = ConvInputs(one.x, one.weight, one.bias, state, tables.cu_seqlens, False, use_silu)
-        dx, dweight, dbias, start = conv_backward(inputs, dy, end)
+    for one, gradients, others in zip(all_tensors, conv_backward_together(many, all_dy, ends), group.each(arrived)):
+        *own, start = gradients
         dinitial = None if one.initial_state is None else _initial_gradient(ctx, tables, one, start, others)
-        found.append(ConvGradients(dx, dweight, dbias, dinitial))
+        found.append(ConvGradients(*own, dinitial))
     return found
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from .. import config
 from ..errors import UnsupportedProblemError
 from ..ops.problem import KdaOptions
-from ..ops.select import resolve_walk
+from ..ops.select import named_walk, resolve_walk
 from .plan import check_exchange
+
+WITH_KNOBS = ("backward", "checkpoint_tokens", "family", "transfer_walk")
+"""Options that a knob of the same name decides where they are None."""
 
 
 @dataclass(frozen=True)
@@ -16,8 +18,8 @@ class KcpOptions(KdaOptions):
     """``KdaOptions``, and: ``transfer_walk`` and ``precision_mode`` as in ``transfer_walk``; ``exchange``.
 
     ``exchange`` is "all_gather", "spread" or "relay", which give the same bits, or "auto" for the cheapest by bytes and
-    rounds. None takes CAKE_KDA_JIT_*, then the default. They are checked by the context that is made with them: then
-    all ranks have the error.
+    rounds. None takes CAKE_KDA_JIT_*, then the default, once for all calls on a context. They are checked by the
+    context that is made with them: then all ranks have the error.
     """
 
     transfer_walk: str | None = None
@@ -30,14 +32,12 @@ class KcpOptions(KdaOptions):
     def resolved(self) -> KcpOptions:
         """Return the options with every knob decided; raises UnsupportedProblemError on a bad value.
 
-        ``transfer_walk`` stays None where nobody named a walk: the default's width is then chosen by shape.
+        ``transfer_walk`` is "default" where nobody named a walk, and its width is then chosen by shape: what ranks have
+        compared is not asked of their environments again.
         """
         check_exchange(self.exchange)
         resolve_walk(self.transfer_walk, self.precision_mode)
-        walk = self.transfer_walk
-        if walk is None and config.is_set("TRANSFER_WALK"):
-            walk = config.read("TRANSFER_WALK")
-        found = replace(super().resolved(), transfer_walk=walk)
+        found = replace(super().resolved(), transfer_walk=named_walk(self.transfer_walk, self.precision_mode))
         found._check()
         return found
 

@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from .. import config
-from ..ops.calls import num_threads
 from ..ops.forward import CONTEXT_NAMES, Context
 from ..ops.inputs import Inputs, Transforms
+from ..ops.keys import num_threads
 from ..ops.pipeline import Pipeline, Tiles
 from ..ops.recorder import Executor, layout_of
 from ..ops.walk import walk, walk_into
@@ -122,11 +121,8 @@ class ParallelPass:
 
     @cached_property
     def where(self) -> tuple:
-        """What decides every launch: the device, the cpu kernels' threads, and the walk.
-
-        Options that name no walk leave it to the environment of each call.
-        """
-        return self.inputs.device, num_threads(self.inputs.k), *self.form.values(), *config.raw("TRANSFER_WALK")
+        """What decides every launch: the device, the cpu kernels' threads, and the walk."""
+        return self.inputs.device, num_threads(self.inputs.k), *self.form.values()
 
     @cached_property
     def form(self) -> dict[str, object]:

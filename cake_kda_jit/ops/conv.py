@@ -114,32 +114,40 @@ def conv_backward(
     inputs: ConvInputs, dy: torch.Tensor, dfinal_state: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Launch the backward; returns dx, dweight, dbias and dinitial_state, None where the input is absent."""
-    gradients = _empty_gradients(inputs)
-    dx, dweight, dbias, dinitial_state = gradients
-    if inputs.num_tokens == 0:
-        for tensor in (dweight, dbias, dinitial_state):
-            if tensor is not None:
-                tensor.zero_()
-        if dinitial_state is not None and dfinal_state is not None:
-            dinitial_state.copy_(dfinal_state)
-        return gradients
-    _launch_backward([inputs], [gradients], [dy], [dfinal_state])
+    (gradients,) = conv_backward_together([inputs], [dy], [dfinal_state])
     return gradients
 
 
 def conv_backward_together(
-    many: Sequence[ConvInputs], dys: Sequence[torch.Tensor]
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return dx and dweight of what ``conv_forward_together`` takes."""
+    many: Sequence[ConvInputs], dys: Sequence[torch.Tensor], dfinal_states: Sequence[torch.Tensor | None] | None = None
+) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]]:
+    """Return what ``conv_backward`` does of each of up to three convolutions of the same tokens and documents.
+
+    They are one launch if their widths, dtypes and dtypes of states allow that. No ``dfinal_states``: none has one.
+    """
     gradients = [_empty_gradients(inputs) for inputs in many]
+    dfinal_states = [None] * len(many) if dfinal_states is None else dfinal_states
+    if many[0].num_tokens == 0:
+        for found, dfinal_state in zip(gradients, dfinal_states):
+            _fill_without_tokens(found, dfinal_state)
+        return gradients
     for group in _groups(many):
-        _launch_backward(*zip(*[(many[i], gradients[i], dys[i], None) for i in group]))
-    return [(dx, dweight) for dx, dweight, *_ in gradients]
+        _launch_backward(*zip(*[(many[i], gradients[i], dys[i], dfinal_states[i]) for i in group]))
+    return gradients
+
+
+def _fill_without_tokens(gradients: Sequence[torch.Tensor | None], dfinal_state: torch.Tensor | None) -> None:
+    _, dweight, dbias, dinitial_state = gradients
+    for tensor in (dweight, dbias, dinitial_state):
+        if tensor is not None:
+            tensor.zero_()
+    if dinitial_state is not None and dfinal_state is not None:
+        dinitial_state.copy_(dfinal_state)
 
 
 def _groups(many: Sequence[ConvInputs]) -> list[list[int]]:
     """The numbers of those that are a launch: all if they share what a launch has once, else each by itself."""
-    kinds = {(inputs.x.dtype, inputs.weight.dtype, inputs.weight.shape[1]) for inputs in many}
+    kinds = {(one.x.dtype, one.weight.dtype, one.weight.shape[1], one.state_dtype) for one in many}
     return [list(range(len(many)))] if len(kinds) == 1 else [[i] for i in range(len(many))]
 
 

@@ -169,19 +169,32 @@ def segment_rule(num_value_heads: int, head_dim: int) -> SegmentRule:
     return SegmentRule(0, 0) if parts >= 64 else SegmentRule(2048, 8192, 256 // parts)
 
 
-def resolve_walk(variant: str | None, precision_mode: int) -> str:
-    """Return the transfer walk's variant from the two knobs.
+DEFAULT_WALK = "default"
+"""Names the walk that is taken where nobody names one, also beside an environment that does."""
 
-    ``precision_mode`` 1 or 2 implies tf32_hilo when no walk is named, by argument or environment, and is refused beside
-    a bf16x3 walk.
+
+def named_walk(variant: str | None, precision_mode: int) -> str:
+    """Return the name that an argument gives the transfer walk, else the environment, else ``DEFAULT_WALK``.
+
+    ``precision_mode`` 1 or 2 implies tf32_hilo when no walk is named.
     """
     if type(precision_mode) is not int or precision_mode not in range(len(PRECISION_MODES)):
         raise UnsupportedProblemError(f"precision_mode={precision_mode!r}; use 0, 1 (three_mma) or 2 (plain_tf32)")
-    if variant is None and precision_mode and not config.is_set("TRANSFER_WALK"):
-        variant = "tf32_hilo"
-    walk = config.resolve("TRANSFER_WALK", variant)
-    if not isinstance(walk, str) or walk not in config.TRANSFER_WALKS:
-        raise UnsupportedProblemError(f"transfer walk {walk!r}; use one of {', '.join(config.TRANSFER_WALKS)}")
+    if variant is None and config.is_set("TRANSFER_WALK"):
+        variant = config.read("TRANSFER_WALK")
+    if variant is None:
+        return "tf32_hilo" if precision_mode else DEFAULT_WALK
+    if not isinstance(variant, str) or variant not in (*config.TRANSFER_WALKS, DEFAULT_WALK):
+        raise UnsupportedProblemError(
+            f"transfer walk {variant!r}; use one of {', '.join(config.TRANSFER_WALKS)}, or {DEFAULT_WALK}"
+        )
+    return variant
+
+
+def resolve_walk(variant: str | None, precision_mode: int) -> str:
+    """Return the transfer walk's variant from the two knobs, a ``precision_mode`` beside a bf16x3 walk refused."""
+    name = named_walk(variant, precision_mode)
+    walk = config.TRANSFER_WALKS[0] if name == DEFAULT_WALK else name
     if precision_mode and walk != "tf32_hilo":
         raise UnsupportedProblemError(
             f"precision_mode={precision_mode} belongs to tf32_hilo, not to {walk!r}; leave one of the two out"
@@ -214,7 +227,9 @@ def select_walk(
     ``num_walks``, chains times heads.
     """
     walk = resolve_walk(variant, precision_mode)
-    if variant is not None or precision_mode:
+    if variant == DEFAULT_WALK:
+        source = "default"
+    elif variant is not None or precision_mode:
         source = "argument"
     else:
         source = "environment" if config.is_set("TRANSFER_WALK") else "default"

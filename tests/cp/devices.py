@@ -197,7 +197,7 @@ def another_plan_on_one_rank_is_the_same_error_on_all(rank: int, world: World) -
     for field, other in others.items():
         with raises(PlanMismatchError, f"rank {odd} has {field} = "):
             KcpContext(other if rank == odd else base)
-    with raises(PlanMismatchError, f"rank {odd} has options.transfer_walk = "):
+    with raises(PlanMismatchError, f"rank {odd} has options.transfer_walk (CAKE_KDA_JIT_TRANSFER_WALK) = "):
         KcpContext(base, options=KcpOptions(transfer_walk="tf32_hilo" if rank == odd else "bf16x3_hw64"))
 
 

@@ -447,5 +447,6 @@ def test_options_are_resolved_once(monkeypatch):
     with pytest.raises(UnsupportedProblemError, match="precision_mode=2 belongs to tf32_hilo, not to 'bf16x3'"):
         context(options=KcpOptions(precision_mode=2))
     monkeypatch.delenv("CAKE_KDA_JIT_TRANSFER_WALK")
-    assert context().options.transfer_walk is None, "nobody named a walk: its width follows the shape"
+    assert context().options.transfer_walk == "default", "nobody named a walk: its width follows the shape"
+    assert context(options=KcpOptions(precision_mode=2)).options.transfer_walk == "tf32_hilo"
     assert replace(options, transfer_walk="tf32_hilo").resolved().transfer_walk == "tf32_hilo"

@@ -68,23 +68,27 @@ def test_other_transforms_and_layouts_are_recorded_anew(ctx):
 
 
 @pytest.mark.parametrize("exchange", ("all_gather", "spread", "relay"))
-def test_a_walk_named_by_the_environment_is_taken_by_every_later_call(exchange, monkeypatch):
+def test_a_context_keeps_the_walk_that_its_ranks_have_compared(exchange, monkeypatch):
     def walks(rank: int, own: KcpContext) -> list[str]:
         chunk_kda(*(own.partition.shard(x, rank) for x in inputs().values()), cp_context=own)
         return [one.reason for one in last_launches() if one.program == "transfer_walk"]
 
     monkeypatch.delenv("CAKE_KDA_JIT_TRANSFER_WALK", raising=False)
     partition = Partition.per_document_zigzag(BOUNDARIES, RANKS)
-    ctx = KcpContext(partition, VirtualGroup(RANKS), options=KcpOptions(exchange=exchange))
 
-    def sources() -> set[str]:
+    def context() -> KcpContext:
+        return KcpContext(partition, VirtualGroup(RANKS), options=KcpOptions(exchange=exchange))
+
+    def sources(ctx: KcpContext) -> set[str]:
         return {reason for found in run_virtual(ctx, walks).results for reason in found}
 
-    assert sources() == {"bf16x3_hw64 by default"}
+    unnamed = context()
     monkeypatch.setenv("CAKE_KDA_JIT_TRANSFER_WALK", "tf32_hilo")
-    assert sources() == {"tf32_hilo by environment"}
-    monkeypatch.delenv("CAKE_KDA_JIT_TRANSFER_WALK")
-    assert sources() == {"bf16x3_hw64 by default"}
+    named = context()
+    assert sources(unnamed) == {"bf16x3_hw64 by default"}, "also the first call reads no environment"
+    monkeypatch.setenv("CAKE_KDA_JIT_TRANSFER_WALK", "bf16x3")
+    assert sources(unnamed) == {"bf16x3_hw64 by default"}
+    assert sources(named) == {"tf32_hilo by argument"}
 
 
 def test_a_call_accounts_for_its_launches_every_time(ctx):

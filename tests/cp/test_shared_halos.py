@@ -175,17 +175,16 @@ def test_a_halo_is_under_way_while_all_tokens_are_convolved(monkeypatch, nan_poi
 
         return launch
 
-    for name in ("conv_forward", "conv_forward_together", "conv_backward"):
+    for name in ("conv_forward", "conv_forward_together", "conv_backward", "conv_backward_together"):
         monkeypatch.setattr(conv, name, recorded(getattr(conv, name)))
     ctx = KcpContext(Partition.contiguous([0, 60], 3), group).of_rank(1)
     rows = [torch.randn(1, 20, channels, requires_grad=True) for channels in CHANNELS]
     outputs = short_convolutions(rows, [torch.randn(channels, 4) for channels in CHANNELS], ctx)
-    first_tokens = f"3 tokens of {[sum(CHANNELS)]}"
-    assert group.events == ["start", f"20 tokens of {[*CHANNELS]}", "wait", first_tokens]
+    first_tokens, all_tokens = f"3 tokens of {[sum(CHANNELS)]}", f"20 tokens of {[*CHANNELS]}"
+    assert group.events == ["start", all_tokens, "wait", first_tokens]
     group.events.clear()
     torch.autograd.backward(list(outputs), [torch.randn_like(one) for one in outputs])
-    all_tokens = [f"20 tokens of {[channels]}" for channels in CHANNELS]
-    assert group.events == [first_tokens, "start", "wait", *all_tokens]
+    assert group.events == [first_tokens, "start", "wait", all_tokens]
 
 
 # ---- in a layer ------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from datetime import timedelta
 from hashlib import blake2b
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
@@ -238,9 +239,9 @@ def ranks_that_differ_get_the_same_error(rank: int, world: int) -> None:
         with raises(PlanMismatchError, f"rank {odd} has {field} = ", f"rank 0 has {field} = "):
             KcpContext(other if rank == odd else base)
     with raises(
-        PlanMismatchError, f"rank {odd} has options.backward = 'replay', rank 0 has options.backward = 'saved'"
+        PlanMismatchError, f"rank {odd} has options.exchange = 'relay', rank 0 has options.exchange = 'spread'"
     ):
-        KcpContext(base, options=KcpOptions(backward="replay" if rank == odd else "saved"))
+        KcpContext(base, options=KcpOptions(exchange="relay" if rank == odd else "spread"))
     # What one rank alone cannot make is told to the others, which would wait for it.
     error = Exception if rank == odd else PlanMismatchError
     with raises(error, "exchange='ring'", same=False):
@@ -249,6 +250,33 @@ def ranks_that_differ_get_the_same_error(rank: int, world: int) -> None:
         KcpContext(base, timeout=None if rank == odd else 60.0)
     with raises(PlanMismatchError, f"the partition is for {world + 1} ranks, the group has {world}"):
         KcpContext(others["world_size"])
+
+
+def knobs_that_differ_get_the_same_error(rank: int, world: int) -> None:
+    odd, base = world - 1, Partition.contiguous([0, 10, 24], world)
+    for name, value, others in (
+        ("BACKWARD", "replay", "saved"),
+        ("CHECKPOINT_TOKENS", 128, 512),
+        ("FAMILY", "cpu", None),
+        ("TRANSFER_WALK", "bf16x3", "default"),
+    ):
+        knob = f"CAKE_KDA_JIT_{name}"
+        field = f"options.{name.lower()} ({knob})"
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == odd:
+                patch.setenv(knob, str(value))
+            with raises(
+                PlanMismatchError, f"rank {odd} has {field} = {value!r}, rank 0 has {field} = {others!r}; give"
+            ):
+                KcpContext(base)
+            # What one rank has of its environment, others may have of an argument.
+            options = None if rank == odd else KcpOptions(**{name.lower(): value})
+            if name != "FAMILY":
+                KcpContext(base, options=options)
+                continue
+            # Convolutions have no such argument.
+            with raises(PlanMismatchError, f"rank {odd} has {knob} = 'cpu', rank 0 has {knob} = None; give"):
+                KcpContext(base, options=options)
 
 
 def first_calls_that_differ_get_the_same_error(rank: int, world: int) -> None:
@@ -339,6 +367,7 @@ CHECKS = (
     missing_gradients_count_as_0,
     a_rank_that_owns_nothing_has_zero_gradients,
     ranks_that_differ_get_the_same_error,
+    knobs_that_differ_get_the_same_error,
     first_calls_that_differ_get_the_same_error,
     a_late_rank_is_an_error_on_all,
     other_calls_are_an_error_on_all,

@@ -161,6 +161,25 @@ def test_lines_are_short(path):
         assert line.startswith("|") or len(line) <= 120, number
 
 
+@pytest.mark.parametrize("path", TEXTS, ids=name_of)
+def test_rows_of_tables_are_whole(path):
+    for number, line in enumerate(prose(path).splitlines(), 1):
+        assert not line.startswith("|") or line.rstrip().endswith("|"), (number, line)
+
+
+def test_the_programs_of_sm90_are_named():
+    [listed] = re.findall(r"^\| `sm90` \| .* \| `sm_90a`; (.*) \|$", read(DOCS / "architecture.md"), re.MULTILINE)
+    expected = {p.name for p in registry().programs if any(record.family == "sm90" for record in p.records)}
+    assert set(re.findall(r"`(\w+)`", listed)) == expected
+
+
+def test_the_records_that_may_spill_are_named():
+    [text] = re.findall(r"^The limits of a record (?:.+\n)+", read(DOCS / "templates.md"), re.MULTILINE)
+    named = dict(re.findall(r"`(\w+)`(?: of \w+)?(?: allows)? (\d+)", " ".join(text.split())))
+    cuda = [record for record in registry().shipped() if record.family != "cpu" and record.limits.max_spill_bytes]
+    assert named == {record.program: str(record.limits.max_spill_bytes) for record in cuda}
+
+
 def test_every_program_stands_in_the_architecture_page():
     rows = re.findall(r"^\| `(\w+)` \| ([a-z0-9, ]+) \| ", read(DOCS / "architecture.md"), re.MULTILINE)
     expected = {p.name: {record.family for record in p.records} for p in registry().programs}

@@ -62,6 +62,7 @@ def test_scans_that_begin_beside_chunk_prepare(problem, family, scan, sizes, exp
         ("bf16x3", "tf32_hilo", 0, "tf32_hilo", "argument"),
         (None, None, 1, "tf32_hilo_three_mma", "argument"),
         (None, "tf32_hilo", 2, "tf32_hilo_plain_tf32", "argument"),
+        ("bf16x3", "default", 0, "bf16x3_hw64", "default"),
     ],
 )
 def test_walk_knob_order(monkeypatch, environment, variant, mode, expected, source):
@@ -106,8 +107,9 @@ def test_unknown_walks_and_modes_are_refused():
 )
 def test_the_default_walk_fills_the_processors_of_sm_90a(num_walks, head_dim, variant):
     """132 of them. Elsewhere, and where a walk is named, its width is the named one."""
-    chosen = select_walk("sm_90a", None, 0, num_walks=num_walks, head_dim=head_dim)
-    assert (chosen.record.family, chosen.record.variant) == ("sm90", variant)
+    for name in (None, "default"):
+        chosen = select_walk("sm_90a", name, 0, num_walks=num_walks, head_dim=head_dim)
+        assert (chosen.record.family, chosen.record.variant) == ("sm90", variant)
     for mode, form in ((0, "tf32_hilo"), (1, "tf32_hilo_three_mma"), (2, "tf32_hilo_plain_tf32")):
         suffix = "" if variant == "bf16x3" else "_hw64"
         tf32 = select_walk("sm_90a", "tf32_hilo", mode, num_walks=num_walks, head_dim=head_dim).record

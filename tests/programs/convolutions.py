@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -149,29 +149,38 @@ def run_backward(pack: ConvPack, num_threads: int = 2) -> dict[str, Tensor]:
 
 
 def run_together(packs: Sequence[ConvPack], spare_rows: int = 0, device: str = "cpu") -> list[list[str]]:
-    """Run packs of the same lengths together; asserts the bits of each alone; returns the programs of both passes."""
+    """Run packs of the same lengths together; asserts the bits of each alone; returns the programs of both passes.
+
+    The forward has no states, the backward those of the packs.
+    """
 
     def rows(tensor: Tensor) -> Tensor:
         return torch.cat([tensor, tensor.new_full((spare_rows, tensor.shape[1]), float("nan"))]).to(device)
 
-    many = [
+    def moved(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.to(device)
+
+    with_states = [
         ConvInputs(
-            rows(one.x), one.weight.to(device), None, None, one.cu_seqlens.to(device), spare_rows > 0, one.use_silu
+            *(rows(one.x), one.weight.to(device), moved(one.bias), moved(one.initial_state)),
+            *(one.cu_seqlens.to(device), spare_rows > 0, one.use_silu),
         )
         for one in packs
     ]
-    dys = [rows(one.dy) for one in packs]
+    many = [replace(one, initial_state=None) for one in with_states]
+    dys, dfinal_states = [rows(one.dy) for one in packs], [moved(one.dfinal_state) for one in packs]
     programs = []
     with operation():
         ys = conv_forward_together(many)
     programs.append([one.program for one in last_launches()])
     with operation():
-        gradients = conv_backward_together(many, dys)
+        gradients = conv_backward_together(with_states, dys, dfinal_states)
     programs.append([one.program for one in last_launches()])
-    for inputs, dy, y, found in zip(many, dys, ys, gradients, strict=True):
+    for inputs, y in zip(many, ys, strict=True):
         assert torch.equal(y, conv_forward(inputs, output_final_state=False)[0])
-        for gradient, expected in zip(found, conv_backward(inputs, dy, None)[:2], strict=True):
-            assert torch.equal(gradient, expected)
+    for found, *given in zip(gradients, with_states, dys, dfinal_states, strict=True):
+        for gradient, expected in zip(found, conv_backward(*given), strict=True):
+            assert gradient is expected is None or torch.equal(gradient, expected)
     return programs
 
 
