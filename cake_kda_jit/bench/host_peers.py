@@ -17,35 +17,33 @@ from torch import nn
 from .. import config
 from ..errors import UnsupportedProblemError
 from ..ops.plan import Plan
-from .core import Row
-from .host_timing import Differentiated, measure_shares, time_backward, timed
+from .host_timing import LAUNCHES, PRODUCTS, TORCH_PRODUCTS, Subject
 from .peers import load
 
 _HEAD = re.compile(r"def [^(]*\(.*?\)\s*:\n", re.DOTALL)
 
 
-def measure_fla(plan: Plan, x: torch.Tensor, runs: int, burst: int, case: str) -> list[Row]:
-    """Return the rows of FLA's layer on x ``[1, T, hidden]`` with the plan's documents and heads.
+def make_fla(plan: Plan, x: torch.Tensor) -> Subject:
+    """Return FLA's layer on x ``[1, T, hidden]`` with the plan's documents and heads; it launches by Triton's launcher.
 
     Raises UnsupportedProblemError without a CUDA device, where FLA is not installed or has been imported, and for a
     Triton of another kind.
     """
     if x.device.type != "cuda":
         raise UnsupportedProblemError(f"--peers fla: x is on {x.device}; FLA's kernels run on a CUDA device")
-    _empty_kernels()
+    launcher = _empty_kernels()
     config.set_default("FLA_DISABLE_BACKEND_DISPATCH", "1")  # otherwise it calls other libraries that it finds
     _, version = load("fla", "fla.modules")
-    layer = FlaLayer(x.shape[2], plan.num_heads, plan.head_dim).to(x.device, x.dtype)
+    layer = FlaLayer(x.shape[2], plan.num_heads, plan.head_dim).to(x.device, x.dtype).requires_grad_(x.requires_grad)
     for parameter in (layer.A_log, layer.dt_bias):
         parameter.data = parameter.data.float()
-    call = Differentiated(lambda: layer(x, plan.cu_seqlens), [x, *layer.parameters()])
-    found = {
-        "FLA's layer": timed(lambda _: call.run(), x.device, runs, burst),
-        "FLA's layer, backward": time_backward(call, x.device, runs),
-    }
-    shares = measure_shares(call, x.device, runs, burst, with_backward=True)
-    found |= {f"FLA's layer{share}": times for share, times in shares.items()}
-    return [Row(case, name, f"fla {version}, empty kernels", times) for name, times in found.items()]
+    return Subject(
+        "FLA's layer",
+        lambda: layer(x, plan.cu_seqlens),
+        [x, *layer.parameters()] if x.requires_grad else (),
+        clocks={PRODUCTS: TORCH_PRODUCTS, LAUNCHES: ((launcher, "__call__"),)},
+        engine=f"fla {version}, empty kernels",
+    )
 
 
 class FlaLayer(nn.Module):
@@ -97,15 +95,19 @@ class FlaLayer(nn.Module):
         return rows.unflatten(-1, (-1, self.head_dim))
 
 
-def _empty_kernels() -> None:
-    """Give every kernel that Triton meets from now on one configuration and a body that returns at once."""
+def _empty_kernels() -> type:
+    """Give every kernel that Triton meets from now on one configuration and a body that returns at once.
+
+    Returns the class whose instances launch a kernel when they are called.
+    """
     if "fla" in sys.modules:
         raise UnsupportedProblemError("--peers fla: fla has been imported; its kernels can only be emptied before")
     try:
-        from triton.runtime import autotuner, jit
+        from triton.runtime import autotuner, driver, jit
 
         tuner, function = autotuner.Autotuner.__init__, jit.JITFunction.__init__
         jit.JITFunction._unsafe_update_src  # noqa: B018 -- whether this Triton has it
+        launcher = driver.active.launcher_cls
     except (ImportError, AttributeError) as error:
         raise UnsupportedProblemError(f"--peers fla: kernels cannot be emptied with this Triton ({error})") from error
 
@@ -118,3 +120,4 @@ def _empty_kernels() -> None:
             self._unsafe_update_src(_HEAD.match(self._src).group(0) + "    return\n")
 
     autotuner.Autotuner.__init__, jit.JITFunction.__init__ = with_one, without_body
+    return launcher

@@ -15,7 +15,7 @@ from pathlib import Path
 from ..errors import ConfigError
 from ..paths import PACKAGE_DIR, data_dir
 from .numerics import with_tables
-from .performance_kinds import FACTORS, HIGHLIGHTS, KINDS, Json, Kind
+from .performance_kinds import FACTORS, HIGHLIGHTS, KINDS, Json, Kind, number
 
 BEGIN, END = "<!-- performance: written by `bench performance` -->\n", "<!-- /performance -->\n"
 HEAD = """\
@@ -89,11 +89,6 @@ def _cells(row: Json, kind: Kind) -> list[str]:
         spread(row),
         str(row["ms"]["runs"]),
     ]
-
-
-def number(value: float) -> str:
-    """Return a number with three significant digits, or all those before the point."""
-    return f"{value:.0f}" if value >= 99.95 else f"{value:#.3g}"
 
 
 def spread(row: Json) -> str:

@@ -30,6 +30,11 @@ class Kind:
     body: Callable[[str, Json, dict[str, Json]], str] | None = None
 
 
+def number(value: float) -> str:
+    """Return a number with three significant digits, or all those before the point."""
+    return f"{value:.0f}" if value >= 99.95 else f"{value:#.3g}"
+
+
 def _per_token_head(row: Json) -> str:
     sizes = dict(re.findall(r"\b(T|H) (\d+)", row["case"]))
     return f"{1e6 * row['ms']['median'] / (int(sizes['T']) * int(sizes['H'])):.2f}"
@@ -38,6 +43,11 @@ def _per_token_head(row: Json) -> str:
 def _error(row: Json) -> str:
     error = row.get("error")
     return "-" if error is None else f"{error:.1e}"
+
+
+def _host(row: Json, report: Json) -> list[str]:
+    paces = (row.get(pace) for pace in ("fast", "slow"))
+    return [*("-" if times is None else number(1e3 * times["median"]) for times in paces), row["engine"]]
 
 
 def _times_ours(row: Json, report: Json) -> str:
@@ -138,9 +148,13 @@ KINDS = {
     ),
     "host": Kind(
         "Host",
-        "Until a call returns, one behind the other. On a CPU its kernels are in the time, on a GPU they are not. "
-        "*Graphed* is `torch.cuda.make_graphed_callables`, *as a graph alone* a replay without autograd; both with the "
-        "copies that another pack needs.",
+        "Until a call returns, one behind the other. On a CPU its kernels are in the time, on a GPU they are not. All "
+        "rows in turn; where the host had two paces, which a bare loop beside each run tells, there is a median of the "
+        "runs at each. *Python time* is what torch's products and the launches leave of a call, or of its "
+        "nodes of autograd. *Graphed* is `torch.cuda.make_graphed_callables`, *as a graph alone* a replay without "
+        "autograd; both with the copies that another pack needs.",
+        ("at the fast pace", "at the slow pace", "engine"),
+        _host,
         unit="us",
     ),
     "recorded": Kind(
