@@ -76,7 +76,7 @@ class KimiDeltaAttention(nn.Module):
         self.head_dim = head_dim
         self.lower_bound = lower_bound
         self.kernel_dtype = kernel_dtype
-        self.low_rank_gate = low_rank_gate
+        self.low_rank_gate = bool(low_rank_gate)
         self.allow_neg_eigval = allow_neg_eigval
         key_size, value_size = num_heads * head_dim, num_value_heads * head_dim
 
@@ -134,7 +134,7 @@ class KimiDeltaAttention(nn.Module):
         row is a document. ``options`` as in ``chunk_kda``.
         """
         is_plain = calls_are_plain()
-        if is_plain and cu_seqlens is None and cp_context is None and self.kernel_dtype in (None, x.dtype):
+        if is_plain and cu_seqlens is None and cp_context is None:
             o = self._as_one_call(x, plan, options)
             if o is not None:
                 return o
@@ -154,6 +154,10 @@ class KimiDeltaAttention(nn.Module):
 
     def _as_one_call(self, x: Tensor, plan: Plan | None, options: KdaOptions | None) -> Tensor | None:
         """Return the output, None where modules are not bare or ``attention_layer`` returns it."""
+        if getattr(self.between_projections, "__func__", None) is not KimiDeltaAttention.between_projections:
+            return None  # a subclass has its own
+        if self.kernel_dtype is not None and self.kernel_dtype != x.dtype:
+            return None
         found, parameters = bare_parameters(self._modules, _ALL[self.low_rank_gate]), self._parameters
         A_log, dt_bias = parameters.get("A_log"), parameters.get("dt_bias")
         if found is None or A_log is None or dt_bias is None or not A_log.dtype == dt_bias.dtype == torch.float32:

@@ -17,6 +17,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from .. import config
+from ..errors import UnsupportedProblemError
 from . import checks
 from .keys import Known, Shortcuts, can_remember, key_of
 from .operations import Attention, BetweenProjections, Convolution, GatedNorm, Operation
@@ -94,14 +95,27 @@ class Call:
         """What a backward is given, as a pass takes it.
 
         Hooks on saved tensors, such as those that keep them on the host, may give them back with other strides. What is
-        not as it was becomes contiguous, which a pass always takes.
+        not as it was becomes contiguous, which a pass always takes. Raises UnsupportedProblemError where they give back
+        something else than they took, whose memory a pass would read as what it is not.
         """
         count = len(self.strides)
         tensors, kept = saved[:count], [one.contiguous() for one in saved[count:]]
+        for one, layout in zip(tensors, self.layouts):
+            if one is not None and (one.shape, one.dtype) != (layout.shape, layout.dtype):
+                self._refuse_saved(one, f"{layout.dtype} {list(layout.shape)}")
+        for one in (*tensors, *kept):
+            if one is not None and one.device != self.device:
+                self._refuse_saved(one, f"a tensor on {self.device}")
         strides = _strides_of(tensors)
         if strides != self.strides:
             tensors = [one if was == now else one.contiguous() for one, was, now in zip(tensors, self.strides, strides)]
         return (*tensors, *kept, *self.operation.complete(tensors, directions))
+
+    def _refuse_saved(self, given: torch.Tensor, was: str) -> None:
+        raise UnsupportedProblemError(
+            f"{self.operation.name}_backward is given {given.dtype} {list(given.shape)} on {given.device} for {was} "
+            "that its forward saved; hooks on saved tensors must give back the shape, dtype and device that they took"
+        )
 
     def _backward(self, taken: tuple, num_directions: int, knobs: tuple) -> Recording:
         """The backward of tensors, what was kept, and directions, recorded by now."""

@@ -76,8 +76,8 @@ def attention_layer(
 class LayerCall:
     """A layer on tensors of fixed layouts; ``between`` is what lies between its projections, on ``[B * T, D]``.
 
-    What is kept for a backward are the parameters, in the order of the tensors, the tables, the matrices of x and of
-    the products, what the last projection takes, and what ``between`` keeps.
+    What is kept for a backward are the parameters, in the order of the tensors, the tables, x, the matrices of the
+    products, what the last projection takes, and what ``between`` keeps.
     """
 
     def __init__(self, products: Products, between: Call, tensors: Sequence[torch.Tensor]) -> None:
@@ -91,9 +91,9 @@ class LayerCall:
         tables = range(first_table, self.first_result)
         self.operands = itemgetter(q, k, v, 0, 1, 2, decay, beta, 3, 4, gate, 5, *tables)  # of what is kept
         x, weights = tensors[0], tensors[1:][self.weights]
-        rows, hidden = x.shape[:2].numel(), weights[-1].shape[0]
+        rows, (hidden, channels) = x.shape[:2].numel(), weights[-1].shape
         self.x_shape, self.flat_x_shape = tuple(x.shape), (rows, x.shape[2])
-        self.o_shape, self.flat_o_shape = (*x.shape[:2], hidden), (rows, hidden)
+        self.y_shape, self.flat_o_shape = (*x.shape[:2], channels), (rows, hidden)
         self.num_value_heads = weights[products.given[4] - 1].shape[0]
 
     def __call__(self, tensors: tuple[torch.Tensor, ...], tables: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -109,15 +109,32 @@ class LayerCall:
         for source, weight in zip(self.sources, weights):
             results.append(linear(results[source], weight))
         results.append(linear(results[self.sources[-1]], last, kept[self.weights.stop] if self.has_bias else None))
-        kept = (*kept, *results)
+        kept = (*kept, x, *results[1:])
         [y], more = self.between.forward(keep=keep).run(self.operands(kept))
-        return linear(y, o_weight).view(self.o_shape), (*kept, y, *more)
+        # Not a view of the product: torch refuses to change a node's output in place where that is a view.
+        return linear(y.view(self.y_shape), o_weight), (*kept, y, *more)
 
-    def gradients(self, needed: Sequence[bool], do: torch.Tensor, *kept: torch.Tensor) -> tuple:
-        """Return the gradients of the tensors, None for those that are not ``needed``."""
+    def wanted(self, needed: Sequence[bool], kept: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor | None, ...]:
+        """Return what is kept, None for what only gradients that are not ``needed`` read: it may change or go.
+
+        x stays where its gradient is needed: through it a second derivative finds the node that refuses it.
+        """
+        *needs_products, needs_last = needed[1:][self.weights]
+        read = {source for source, needs in zip((0, *self.sources), (needed[0], *needs_products)) if needs}
+        unread = {self.first_result + number for number in {*self.sources}.difference(self.given, read)}
+        if not needs_last:
+            unread.add(self.first_result + len(needs_products) + 1)
+        return tuple(None if number in unread else one for number, one in enumerate(kept))
+
+    def gradients(self, needed: Sequence[bool], do: torch.Tensor, *kept: torch.Tensor | None) -> tuple:
+        """Return the gradients of the tensors, None for those that are not ``needed``; ``kept`` is what is wanted."""
+        if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(do.device.type):
+            with torch.autocast(do.device.type, enabled=False):  # as in the forward
+                return self.gradients(needed, do, *kept)
         needs_x, needs_weights, weights = needed[0], needed[1:][self.weights], kept[self.weights]
         end = self.first_result + len(weights)
-        results, y = kept[self.first_result : end], kept[end]
+        (x, *results), y = kept[self.first_result : end], kept[end]
+        results.insert(0, None if x is None else x.reshape(self.flat_x_shape))
         do = do.reshape(self.flat_o_shape)
         d_weights: list[torch.Tensor | None] = [None] * len(weights)
         if needs_weights[-1]:
@@ -200,7 +217,8 @@ class _Layer(torch.autograd.Function):
         o, kept = call.forward(tensors[0], (*tensors[1:], *tables), keep=True)
         ctx.set_materialize_grads(False)
         ctx.call = call
-        ctx.save_for_backward(*kept)
+        needed = ctx.needs_input_grad[2:]
+        ctx.save_for_backward(*(call.wanted(needed, kept) if False in needed[1:] else kept))
         return o
 
     @staticmethod

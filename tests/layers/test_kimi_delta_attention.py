@@ -151,6 +151,12 @@ def test_a_full_gate_is_one_projection():
     assert shapes == {"f_proj.weight": (128, 96), "g_proj.weight": (128, 96), "g_proj.bias": (128,)}
 
 
+@pytest.mark.parametrize("low_rank_gate", [1, 0, None])
+def test_what_says_whether_a_gate_is_low_rank_need_be_no_bool(low_rank_gate):
+    layer, x = make_layer(low_rank_gate=low_rank_gate), make_input()
+    assert torch.equal(layer(x), make_layer(low_rank_gate=bool(low_rank_gate))(x))
+
+
 def published_checkpoint(dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """A state dict with the names, shapes and dtypes of a Kimi Linear checkpoint, two layers and more around them."""
     generator = torch.Generator().manual_seed(3)

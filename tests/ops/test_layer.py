@@ -214,11 +214,78 @@ def test_saved_tensors_may_come_back_with_other_strides():
     torch.testing.assert_close(found["x"], expected["x"])
 
 
-def test_a_second_derivative_is_refused():
-    layer, x, plan = make_layer(), make_x().requires_grad_(), plan_of()
-    [first] = torch.autograd.grad(layer(x, plan=plan).square().sum(), x, create_graph=True)
+@pytest.mark.parametrize("function", [torch.Tensor.sum, lambda y: y.square().sum()], ids=["linear", "square"])
+@pytest.mark.parametrize("is_trained", [True, False], ids=["trained", "frozen"])
+def test_a_second_derivative_is_refused(is_trained, function):
+    """Also where only the layer's input leads to it: it must not seem to be 0."""
+    layer, x, plan = make_layer().requires_grad_(is_trained), make_x().requires_grad_(), plan_of()
+    [first] = torch.autograd.grad(function(layer(x, plan=plan)), x, create_graph=True)
     with pytest.raises(UnsupportedProblemError, match="kimi_delta_attention_backward has no gradient"):
-        first.sum().backward()
+        torch.autograd.grad(first.sum(), x, allow_unused=True)
+
+
+def test_the_result_may_be_changed_in_place():
+    """As that of an ``nn.Linear``: a residual is often added so."""
+    layer, x, plan = make_layer(), make_x(), plan_of()
+    expected = run(layer, x, plan=plan)
+    for mode in (torch.enable_grad, torch.no_grad):
+        with mode():
+            y = layer(x, plan=plan)
+        y += torch.zeros(HIDDEN, requires_grad=True)
+        assert torch.equal(y, expected["y"])
+        y.square().sum().backward()
+    assert torch.equal(layer.A_log.grad, expected["A_log"])
+
+
+def test_a_backward_under_autocast_is_that_of_its_forward():
+    layer, x, plan = make_layer(), make_x().requires_grad_(), plan_of()
+    leaves = [x, *layer.parameters()]
+    loss = layer(x, plan=plan).square().sum()
+    expected = torch.autograd.grad(loss, leaves, retain_graph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = torch.autograd.grad(loss, leaves)
+    assert all(map(torch.equal, found, expected))
+
+
+def test_what_no_gradient_reads_is_not_kept():
+    """So it may change after the forward, as where torch has a node for each projection."""
+    trained = ("A_log", "f_b_proj.weight")
+    layer, x, plan = make_layer(), make_x(), plan_of()
+    expected = run(layer, x, plan=plan)
+    for name, one in layer.named_parameters():
+        one.requires_grad_(name in trained)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
+        y = layer(x, plan=plan)
+    x.zero_()
+    y.square().sum().backward()
+    assert all(torch.equal(layer.get_parameter(name).grad, expected[name]) for name in trained)
+    assert x.shape not in kept
+
+
+@pytest.mark.parametrize(
+    ("change", "given"),
+    [
+        (lambda t: t.half() if t.shape[1:] == (1, 4) else t, "float16 .*64, 1, 4.* on cpu for torch.float32"),
+        (lambda t: t[:-1] if t.dtype == torch.int32 else t, r"int32 \[1, 4\] on cpu for torch.int32 \[2, 4\]"),
+        (lambda t: t.to("meta") if t.dtype == torch.uint8 else t, "uint8 .* on meta for a tensor on cpu"),
+    ],
+    ids=["dtype", "shape", "device"],
+)
+def test_saved_tensors_that_come_back_as_others_are_refused(change, given):
+    layer, x, plan = make_layer(), make_x(), plan_of()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, change):
+        y = layer(x, plan=plan)
+    with pytest.raises(UnsupportedProblemError, match=f"is given torch.{given}.*; hooks on saved tensors must"):
+        y.sum().backward()
+
+
+def test_what_a_subclass_does_between_its_projections_is_done():
+    class Nothing(KimiDeltaAttention):
+        def between_projections(self, given, **_):
+            return torch.zeros(1, TOKENS, HEAD_DIM)
+
+    assert not Nothing(HIDDEN, 1, HEAD_DIM)(make_x()).any()
 
 
 @pytest.mark.parametrize("changed", ["q_proj.weight", "o_norm.weight", "plan"])
