@@ -100,21 +100,19 @@ class Call:
         """
         count = len(self.strides)
         tensors, kept = saved[:count], [one.contiguous() for one in saved[count:]]
-        for one, layout in zip(tensors, self.layouts):
-            if one is not None and (one.shape, one.dtype) != (layout.shape, layout.dtype):
-                self._refuse_saved(one, f"{layout.dtype} {list(layout.shape)}")
-        for one in (*tensors, *kept):
-            if one is not None and one.device != self.device:
-                self._refuse_saved(one, f"a tensor on {self.device}")
+        for one, layout in zip((*tensors, *kept), (*self.layouts, *self.forward(keep=True).kept_layouts())):
+            if one is not None and (one.shape, one.dtype, one.device) != (layout.shape, layout.dtype, self.device):
+                self._refuse_saved(one, layout)
         strides = _strides_of(tensors)
         if strides != self.strides:
             tensors = [one if was == now else one.contiguous() for one, was, now in zip(tensors, self.strides, strides)]
         return (*tensors, *kept, *self.operation.complete(tensors, directions))
 
-    def _refuse_saved(self, given: torch.Tensor, was: str) -> None:
+    def _refuse_saved(self, given: torch.Tensor, was: Layout) -> None:
         raise UnsupportedProblemError(
-            f"{self.operation.name}_backward is given {given.dtype} {list(given.shape)} on {given.device} for {was} "
-            "that its forward saved; hooks on saved tensors must give back the shape, dtype and device that they took"
+            f"{self.operation.name}_backward is given {given.dtype} {list(given.shape)} on {given.device} for "
+            f"{was.dtype} {list(was.shape)} on {self.device} that its forward saved; hooks on saved tensors must give "
+            "back the shape, dtype and device that they took"
         )
 
     def _backward(self, taken: tuple, num_directions: int, knobs: tuple) -> Recording:

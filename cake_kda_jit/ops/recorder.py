@@ -141,6 +141,10 @@ class Recording(NamedTuple):
             outputs = [None if number is None else memory[number] for number in self.outputs]
         return outputs, memory[first_kept : first_kept + self.num_kept]
 
+    def kept_layouts(self) -> list[Layout]:
+        """The layouts of the kept tensors."""
+        return [Layout(*one) for one in self.run_pass.layouts[self.first_kept : self.first_kept + self.num_kept]]
+
 
 class Recorder(Executor):
     """Writes down launches on operands. ``num_tensors`` are given to each run, the rest is its own memory."""

@@ -26,8 +26,11 @@ def arch_of_device(device: torch.device) -> Arch:
 
 
 def cuda_index(device: torch.device) -> int | None:
-    """Return the index of a CUDA device, None for a CPU; a device takes as long to say its type as a call takes."""
-    return device.index if device.type == "cuda" else None
+    """Return the index of a CUDA device, which it must have, None for a CPU.
+
+    A device takes as long to say its type as a call takes.
+    """
+    return int(device.index) if device.type == "cuda" else None
 
 
 def current_stream(index: int | None) -> int:

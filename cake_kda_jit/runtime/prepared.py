@@ -33,12 +33,13 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 class Pass:
     """Launches in order, on tensors whose layouts are known and whose addresses are not.
 
-    The addresses of a run are null, those of the ``num_tensors`` given tensors, and those of its own memory.
+    The addresses of a run are null, those of the ``num_tensors`` given tensors, and those of its own memory, whose
+    ``layouts`` are (shape, strides, dtype).
     """
 
     def __init__(self, device: torch.device, num_tensors: int, memory: Sequence[Memory], steps: Sequence[Step]) -> None:
         self.device, self._index = device, cuda_index(device)
-        self._memory = [(one.shape, contiguous_strides(one.shape), one.dtype) for one in memory]
+        self.layouts = [(one.shape, contiguous_strides(one.shape), one.dtype) for one in memory]
         self._zeros = [number for number, one in enumerate(memory) if one.is_zero]
         self._pack = struct.Struct(f"=8x{num_tensors + len(memory)}q").pack  # 8x is null
         self._steps = Steps(steps)
@@ -52,7 +53,7 @@ class Pass:
             return self._run(tensors)
 
     def _run(self, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-        memory = empty_tensors(self._memory, self._index)
+        memory = empty_tensors(self.layouts, self._index)
         for number in self._zeros:
             memory[number].zero_()
         given = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]

@@ -78,7 +78,7 @@ def test_four_launches_and_two_allocations():
         "gated_norm_forward",
     ]
     [call] = calls._calls.values()
-    assert [len(call.forward(keep=keep).run_pass._memory) for keep in (False, True)] == [2, 3]
+    assert [len(call.forward(keep=keep).run_pass.layouts) for keep in (False, True)] == [2, 3]
 
 
 def test_another_norm_or_dtype_goes_module_by_module():

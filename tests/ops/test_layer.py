@@ -268,9 +268,10 @@ def test_what_no_gradient_reads_is_not_kept():
     [
         (lambda t: t.half() if t.shape[1:] == (1, 4) else t, "float16 .*64, 1, 4.* on cpu for torch.float32"),
         (lambda t: t[:-1] if t.dtype == torch.int32 else t, r"int32 \[1, 4\] on cpu for torch.int32 \[2, 4\]"),
-        (lambda t: t.to("meta") if t.dtype == torch.uint8 else t, "uint8 .* on meta for a tensor on cpu"),
+        (lambda t: t.to("meta") if t.dtype == torch.uint8 else t, "uint8 .* on meta for torch.uint8 .* on cpu"),
+        (lambda t: t[256:] if t.dtype == torch.uint8 else t, "uint8 .* on cpu for torch.uint8"),
     ],
-    ids=["dtype", "shape", "device"],
+    ids=["dtype", "shape", "device", "kept"],
 )
 def test_saved_tensors_that_come_back_as_others_are_refused(change, given):
     layer, x, plan = make_layer(), make_x(), plan_of()
