@@ -93,7 +93,7 @@ KNOBS: tuple[Knob, ...] = (
     _own("TOOLCHAIN_DIR", str, "a directory", None, "where `toolchain install` puts and finds pip toolchains"),
     _own("EXTRA_FLAGS", str, "compiler flags", "", "appended to every compile command, and part of the key"),
     _own("VERBOSE", _boolean, "0 or 1", False, "1: print every compile command and where each kernel came from"),
-    _own("FAMILY", _one_of(*FAMILY_CHOICES), "cpu, smxx or sm90", None, "force a kernel family; an error where a program has none of it"),
+    _own("FAMILY", _one_of(*FAMILY_CHOICES), "cpu, smxx or sm90", None, "force a kernel family, or refuse the call"),
     _own("TRANSFER_WALK", _one_of(*TRANSFER_WALKS), ", ".join(TRANSFER_WALKS), TRANSFER_WALKS[0], "the transfer walk"),
     _own("BACKWARD", _one_of(*BACKWARDS), "saved or replay", "saved", "what a forward keeps for its backward"),
     _own("CHECKPOINT_TOKENS", _chunk_multiple, "a multiple of 64", 512, "tokens between two kept states in replay"),
