@@ -1,4 +1,4 @@
-"""What a layer's modules and dtypes must be, checked in the layer's own terms where it does not run as one call."""
+"""What a layer's modules, parameters and dtypes must be, in the layer's own terms; checked where it is not one call."""
 
 from __future__ import annotations
 
@@ -19,6 +19,21 @@ def check_modules(modules: Mapping[str, nn.Module | None], kinds: Iterable[tuple
             raise UnsupportedProblemError(
                 f"{name} of the layer is {found}; accepted: {kind.__name__}, or a module that is called like it; set "
                 "one, or make the layer anew"
+            )
+
+
+def check_gate_parameters(**parameters: Tensor | None) -> None:
+    """Raise UnsupportedProblemError unless the gate's parameters are there, in fp32."""
+    for name, parameter in parameters.items():
+        if parameter is None:
+            raise UnsupportedProblemError(
+                f"{name} of the layer is None; accepted: a parameter in torch.float32; set one, or make the layer anew"
+            )
+        if parameter.dtype != torch.float32:
+            raise UnsupportedProblemError(
+                f"{name} arrived in the layer as {parameter.dtype}; it must stay torch.float32. Under FSDP2 shard "
+                "list(layer.children()) with the low precision and then the layer itself with "
+                "MixedPrecisionPolicy(cast_forward_inputs=False), which leaves A_log and dt_bias as they are"
             )
 
 

@@ -16,7 +16,7 @@ from ..ops.layer import FULL_RANK, LOW_RANK, attention_layer
 from ..ops.parallel import ParallelContext, short_convolutions
 from ..ops.plan import Plan
 from ..ops.problem import KdaOptions
-from .checks import check_kernel_dtype, check_modules
+from .checks import check_gate_parameters, check_kernel_dtype, check_modules
 from .parts import GatedRMSNorm, ShortConvolution, bare_parameters, call, calls_are_plain, project
 
 _CONVOLUTIONS = tuple((name, ShortConvolution) for name in ("q_conv1d", "k_conv1d", "v_conv1d"))
@@ -49,7 +49,8 @@ class KimiDeltaAttention(nn.Module):
     whatever dtype the module is cast to, because bf16 would round a slow decay to none.
 
     Raises UnsupportedProblemError if HV is not a multiple of H, and in a forward if something has cast ``A_log`` or
-    ``dt_bias`` all the same; other limits are those of ``chunk_kda``.
+    ``dt_bias`` all the same, if one of them or a module is not there, and for a ``kernel_dtype`` that kernels do not
+    take; other limits are those of ``chunk_kda``.
     """
 
     def __init__(
@@ -139,7 +140,7 @@ class KimiDeltaAttention(nn.Module):
             if o is not None:
                 return o
         A_log, dt_bias = self.A_log, self.dt_bias
-        _check_gate_dtype(A_log=A_log, dt_bias=dt_bias)
+        check_gate_parameters(A_log=A_log, dt_bias=dt_bias)
         linear, modules = project if is_plain else call, self._modules
         check_modules(modules, _ALL[self.low_rank_gate])
         rows = [linear(modules, name, x) for name in ("q_proj", "k_proj", "v_proj")]
@@ -240,7 +241,7 @@ class KimiDeltaAttention(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Move or cast all tensors, except that the gate's parameters and their gradients are only moved."""
-        fp32_only = [t for p in (self.A_log, self.dt_bias) for t in (p, p.grad) if t is not None]
+        fp32_only = [t for p in (self.A_log, self.dt_bias) if p is not None for t in (p, p.grad) if t is not None]
 
         def apply(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
@@ -255,13 +256,3 @@ def _flatten_published_A_log(module: nn.Module, state_dict: dict[str, Any], pref
     key = prefix + "A_log"
     if key in state_dict and state_dict[key].dim() != 1:
         state_dict[key] = state_dict[key].flatten()
-
-
-def _check_gate_dtype(**parameters: Tensor) -> None:
-    for name, parameter in parameters.items():
-        if parameter.dtype != torch.float32:
-            raise UnsupportedProblemError(
-                f"{name} arrived in the layer as {parameter.dtype}; it must stay torch.float32. Under FSDP2 shard "
-                "list(layer.children()) with the low precision and then the layer itself with "
-                "MixedPrecisionPolicy(cast_forward_inputs=False), which leaves A_log and dt_bias as they are"
-            )

@@ -71,8 +71,14 @@ class GatedRMSNorm(nn.Module):
 
 
 def calls_are_plain() -> bool:
-    """Whether to call a bare module is to call its forward: in eager mode, and without hooks on all modules."""
-    return is_eager() and not _has_global_hooks()
+    """Whether to call a bare module is to run what its kind's forward was when this was imported.
+
+    It is in eager mode, without hooks on all modules, and as long as nobody has put another function in a class.
+    """
+    return is_eager() and not _has_global_hooks() and all([kind.forward is own for kind, own in _FORWARDS])
+
+
+_FORWARDS = tuple((kind, kind.forward) for kind in (nn.Linear, ShortConvolution, GatedRMSNorm))
 
 
 def _has_global_hooks() -> bool:

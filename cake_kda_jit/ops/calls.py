@@ -10,6 +10,7 @@ operators of ``library`` are called instead, which everybody else in PyTorch can
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 
 import torch
 from torch.autograd import forward_ad
@@ -102,13 +103,14 @@ class Call:
         tensors, kept = saved[:count], [one.contiguous() for one in saved[count:]]
         for one, layout in zip((*tensors, *kept), (*self.layouts, *self.forward(keep=True).kept_layouts())):
             if one is not None and (one.shape, one.dtype, one.device) != (layout.shape, layout.dtype, self.device):
-                self._refuse_saved(one, layout)
+                self.refuse_saved(one, layout)
         strides = _strides_of(tensors)
         if strides != self.strides:
             tensors = [one if was == now else one.contiguous() for one, was, now in zip(tensors, self.strides, strides)]
         return (*tensors, *kept, *self.operation.complete(tensors, directions))
 
-    def _refuse_saved(self, given: torch.Tensor, was: Layout) -> None:
+    def refuse_saved(self, given: torch.Tensor, was: Layout) -> None:
+        """Raise UnsupportedProblemError for a tensor that came back from a hook as what it was not."""
         raise UnsupportedProblemError(
             f"{self.operation.name}_backward is given {given.dtype} {list(given.shape)} on {given.device} for "
             f"{was.dtype} {list(was.shape)} on {self.device} that its forward saved; hooks on saved tensors must give "
@@ -188,14 +190,20 @@ def make_call(asked: tuple | None, operation: Operation, tensors: Sequence[torch
     Returns None where ``keep_call`` does, if a tensor had to be copied for the operation, and if nothing would be
     launched.
     """
+    return None if asked is None else keep_call(asked, partial(call_of, operation, tensors, asked[2]))
 
-    def make() -> Call | None:
-        if not operation.has_work(tensors):
-            return None
-        is_copied = any(one is not other for one, other in zip(asked[2], operation.join(tensors)))
-        return None if is_copied else Call(operation, tensors)
 
-    return None if asked is None else keep_call(asked, make)
+def call_of(
+    operation: Operation, tensors: Sequence[torch.Tensor | None], given: Sequence[torch.Tensor | None]
+) -> Call | None:
+    """Return a call; None if nothing would be launched, and if one of the ``given`` had to be copied for it.
+
+    ``given`` are what the first of the operation's tensors were, before anybody may have copied them.
+    """
+    if not operation.has_work(tensors):
+        return None
+    is_copied = any(one is not other for one, other in zip(given, operation.join(tensors)))
+    return None if is_copied else Call(operation, tensors)
 
 
 def keep_call(asked: tuple, make: Callable[[], object | None]) -> object | None:

@@ -19,9 +19,11 @@ from torch.nn import functional
 from . import calls, checks
 from .between import LayerForm, checked_operation
 from .calls import Call
+from .operations import BetweenProjections
 from .operators import any_requires_grad, refused_again, untraced
 from .plan import Plan, tables_of_batch
 from .problem import KdaOptions
+from .recorder import layout_of
 
 NAME = "kimi_delta_attention"
 NUM_OTHERS = 6  # tensors between x and the projections' weights
@@ -31,7 +33,8 @@ NUM_TABLES = 4
 class Products(NamedTuple):
     """A layer's projections but the last, in order: the source of each is 0 for x, else the number of another.
 
-    ``given`` are the numbers of those that become q, k, v, and the logits of decay, beta and output gate.
+    ``given`` are the numbers of those that become q, k, v, and the logits of decay, beta and output gate, in the order
+    of ``BetweenProjections.have_tokens``.
     """
 
     sources: tuple[int, ...]
@@ -56,9 +59,9 @@ def attention_layer(
     norm's weight; the weights of the products and of the last projection ``[out, in]``; and, if there is one, the bias
     of the last of the products. Without a plan there are B documents. Only in eager mode.
 
-    Returns None under autocast, where x and the projections' weights differ in dtype or do not fit, where x is not
-    contiguous or of a dtype that kernels do not take, and where ``between_projections`` would return None. Errors are
-    those of ``causal_conv1d``, ``chunk_kda`` and ``gated_rms_norm``.
+    Returns None under autocast, where x, the projections' weights and the bias differ in dtype or device or do not fit,
+    where x is not contiguous or of a dtype that kernels do not take, and where ``between_projections`` would return
+    None. Errors are those of ``causal_conv1d``, ``chunk_kda`` and ``gated_rms_norm``.
     """
     x = tensors[0]
     if torch._C._is_any_autocast_enabled():
@@ -86,11 +89,13 @@ class LayerCall:
         first_table = len(tensors) - 1
         self.weights = slice(NUM_OTHERS, NUM_OTHERS + len(products.sources) + 1)
         self.has_bias = self.weights.stop < first_table
-        self.first_result = first_table + NUM_TABLES
+        self.first_result = first_table + NUM_TABLES  # x, then those of the products
+        self.number_of_y = self.first_result + 1 + len(products.sources)
         q, k, v, decay, beta, gate = (self.first_result + number for number in products.given)
         tables = range(first_table, self.first_result)
         self.operands = itemgetter(q, k, v, 0, 1, 2, decay, beta, 3, 4, gate, 5, *tables)  # of what is kept
         x, weights = tensors[0], tensors[1:][self.weights]
+        self.o_weight = layout_of(weights[-1])
         rows, (hidden, channels) = x.shape[:2].numel(), weights[-1].shape
         self.x_shape, self.flat_x_shape = tuple(x.shape), (rows, x.shape[2])
         self.y_shape, self.flat_o_shape = (*x.shape[:2], channels), (rows, hidden)
@@ -117,13 +122,14 @@ class LayerCall:
     def wanted(self, needed: Sequence[bool], kept: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor | None, ...]:
         """Return what is kept, None for what only gradients that are not ``needed`` read: it may change or go.
 
-        x stays where its gradient is needed: through it a second derivative finds the node that refuses it.
+        Parameters stay, and x where its gradient is needed: through them a second derivative finds the node that
+        refuses it.
         """
         *needs_products, needs_last = needed[1:][self.weights]
         read = {source for source, needs in zip((0, *self.sources), (needed[0], *needs_products)) if needs}
         unread = {self.first_result + number for number in {*self.sources}.difference(self.given, read)}
         if not needs_last:
-            unread.add(self.first_result + len(needs_products) + 1)
+            unread.add(self.number_of_y)
         return tuple(None if number in unread else one for number, one in enumerate(kept))
 
     def gradients(self, needed: Sequence[bool], do: torch.Tensor, *kept: torch.Tensor | None) -> tuple:
@@ -132,17 +138,18 @@ class LayerCall:
             with torch.autocast(do.device.type, enabled=False):  # as in the forward
                 return self.gradients(needed, do, *kept)
         needs_x, needs_weights, weights = needed[0], needed[1:][self.weights], kept[self.weights]
-        end = self.first_result + len(weights)
-        (x, *results), y = kept[self.first_result : end], kept[end]
-        results.insert(0, None if x is None else x.reshape(self.flat_x_shape))
+        (x, *results), (y, *more) = kept[self.first_result : self.number_of_y], kept[self.number_of_y :]
+        results.insert(0, None if x is None else x.flatten(0, 1))
         do = do.reshape(self.flat_o_shape)
         d_weights: list[torch.Tensor | None] = [None] * len(weights)
         if needs_weights[-1]:
             d_weights[-1] = torch.mm(do.t(), y)
+        if weights[-1].shape != self.o_weight.shape:  # a pass would read its product as what it is not
+            self.between.refuse_saved(weights[-1], self.o_weight)
         dy = torch.mm(do, weights[-1])
-        found = self.between.gradients((*self.operands(kept), *kept[end + 1 :]), (dy,))
+        found = self.between.gradients((*self.operands(kept), *more), (dy,))
         directions: list[torch.Tensor | None] = [None] * len(weights)
-        for number, place in zip(self.given, _GIVEN):
+        for number, place in zip(self.given, BetweenProjections.have_tokens):
             directions[number] = found[place]
         d_others = _of_others(found)
         d_bias = (directions[-1].sum(0) if needed[-1] else None,) if self.has_bias else ()
@@ -162,11 +169,8 @@ class LayerCall:
         return dx, *d_others, *d_weights, *d_bias
 
 
-_GIVEN = (0, 1, 2, 6, 7, 10)
-"""Where those of ``Products.given`` stand among the tensors of ``BetweenProjections``."""
-
 _of_others = itemgetter(3, 4, 5, 8, 9, 11)
-"""The others of these tensors, in their order."""
+"""Of the tensors of ``BetweenProjections``, those that no product gives, in their order."""
 
 
 def _make(
@@ -200,9 +204,8 @@ def _make(
         return None
     operation, pack = checked
     taken = (*operands(x.shape[:2].numel()), *pack.tables, pack.cu_seqlens)
-    if not operation.has_work(taken) or any(one is not other for one, other in zip(taken, operation.join(taken))):
-        return None
-    return LayerCall(products, Call(operation, taken), tensors)
+    between = calls.call_of(operation, taken, taken)
+    return None if between is None else LayerCall(products, between, tensors)
 
 
 def _is_alike(tensor: torch.Tensor, x: torch.Tensor) -> bool:

@@ -161,6 +161,7 @@ class BetweenProjections:
 
     name = "between_projections"
     num_differentiable = 12
+    have_tokens = (0, 1, 2, 6, 7, 10)  # the numbers of its tensors of a row for each token
 
     def has_work(self, tensors: tuple) -> bool:
         """Whether there is a token: without one nothing is launched."""
@@ -168,8 +169,7 @@ class BetweenProjections:
 
     def join(self, tensors: tuple) -> tuple:
         """Return the tensors as the programs take them: copied where a batch's rows cannot be counted as one."""
-        have_tokens = (0, 1, 2, 6, 7, 10)
-        return tuple(joined(one, 2) if n in have_tokens else one.contiguous() for n, one in enumerate(tensors))
+        return tuple(joined(one, 2) if n in self.have_tokens else one.contiguous() for n, one in enumerate(tensors))
 
     def forward(self, executor: Recorder, tensors: tuple, *, keep: bool) -> tuple[tuple, dict]:
         """Launch the forward."""

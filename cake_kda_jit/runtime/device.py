@@ -10,7 +10,10 @@ import torch
 from ..arch import Arch, arch_of_capability, host_arch
 from ..errors import UnsupportedProblemError
 
-_guards = torch._C._dynamo.guards
+try:  # What inductor's code calls: torch.empty_strided without the dispatcher, in less than half its time.
+    from torch._C._dynamo.guards import _empty_strided_cpu, _empty_strided_cuda
+except ImportError:  # no public interface of torch
+    _empty_strided_cpu = _empty_strided_cuda = None
 
 
 @cache
@@ -54,9 +57,9 @@ def empty_tensors(
     layouts: Sequence[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]], index: int | None
 ) -> list[torch.Tensor]:
     """Return a tensor, not initialised, for each (shape, strides, dtype), on a device that ``is_current``."""
-    if torch.are_deterministic_algorithms_enabled():  # then torch fills what it hands out, unless told not to
+    # With deterministic algorithms torch fills what it hands out, unless told not to.
+    if _empty_strided_cpu is None or torch.are_deterministic_algorithms_enabled():
         device = torch.device("cpu") if index is None else torch.device("cuda", index)
         return [torch.empty_strided(shape, strides, dtype=dtype, device=device) for shape, strides, dtype in layouts]
-    # What inductor's code calls: torch.empty_strided without the dispatcher, in less than half its time.
-    empty = _guards._empty_strided_cpu if index is None else _guards._empty_strided_cuda
+    empty = _empty_strided_cpu if index is None else _empty_strided_cuda
     return [empty(shape, strides, dtype) for shape, strides, dtype in layouts]

@@ -56,6 +56,7 @@ def test_modules_one_by_one_have_the_same_bits(options, with_plan):
     """But for x: in its gradient each of six products and each partial sum is rounded at most once, by 2^-8 of it.
 
     The products' own fp32 sums are of 512 terms, whose roundings are less than 512 units of fp32 of the absolute terms.
+    A hundredth is for roundings of what has been rounded.
     """
     layer = make_layer(**options)
     x = torch.randn(1 if with_plan else 2, TOKENS, HIDDEN, device="cuda").bfloat16()

@@ -1,4 +1,4 @@
-"""What a layer refuses in its own terms: modules that are not there, and dtypes that its kernels do not take."""
+"""What a layer refuses in its own terms: modules and parameters that are not there, dtypes that kernels do not take."""
 
 from __future__ import annotations
 
@@ -56,6 +56,16 @@ def test_so_is_the_projection_of_a_full_gate(name):
     setattr(layer, name, None)
     with pytest.raises(UnsupportedProblemError, match=f"{name} of the layer is None; accepted: Linear, or"):
         layer(make_input())
+
+
+@pytest.mark.parametrize("where", WHERE, ids=["one call", "by modules"])
+@pytest.mark.parametrize("name", ["A_log", "dt_bias"])
+def test_a_parameter_of_the_gate_that_is_not_there_is_named(name, where):
+    layer = make_layer()
+    setattr(layer, name, None)
+    layer.to(torch.bfloat16)  # as any module without one of its parameters
+    with pytest.raises(UnsupportedProblemError, match=f"{name} of the layer is None; accepted: a parameter in .*; set"):
+        layer(make_input(torch.bfloat16), **where)
 
 
 def test_a_module_of_the_users_own_is_no_missing_one():

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from cake_kda_jit import UnsupportedProblemError, last_launches
 from cake_kda_jit.arch import host_arch
 from cake_kda_jit.errors import DriverTooOld, LoadError
+from cake_kda_jit.runtime import device
 from cake_kda_jit.runtime.device import empty_tensors
 from cake_kda_jit.runtime.load import Step, Steps, get_kernel
 from cake_kda_jit.runtime.prepared import Memory, Pass
@@ -223,8 +224,11 @@ LAYOUTS += [((512,), (1,), torch.uint8)]
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("is_deterministic", [False, True])
 @pytest.mark.parametrize("default", [None, "meta"])
-def test_memory_is_as_torchs(mode, is_deterministic, default):
-    """Plain tensors on the device, in every mode what torch.empty_strided would return."""
+@pytest.mark.parametrize("has_shorter_way", [True, False])
+def test_memory_is_as_torchs(mode, is_deterministic, default, has_shorter_way, monkeypatch):
+    """Plain tensors on the device, in every mode and torch what torch.empty_strided would return."""
+    if not has_shorter_way:
+        monkeypatch.setattr(device, "_empty_strided_cpu", None)
     torch.use_deterministic_algorithms(is_deterministic)
     torch.set_default_device(default)
     try:
