@@ -57,6 +57,7 @@ class Call:
         self.layouts = tuple(map(layout_of, tensors))
         self.strides = _strides_of(tensors)
         self.apply = _APPLY[operation.name]
+        self.name = operation.name  # in errors, which of a part of another call is that call's
         self._forwards: dict[bool, Recording] = {}
         self._backwards: dict[Hashable, Recording] = {}
         self._shortcuts = Shortcuts()
@@ -83,7 +84,7 @@ class Call:
         given, knobs = (*saved, *directions), _backward_knobs()
         recording = self._shortcuts.find(knobs, given)
         if recording is None:
-            checks.check_gradients(f"{self.operation.name}_backward", *directions)
+            checks.check_gradients(f"{self.name}_backward", *directions)
             taken = self._as_taken(saved, directions)
             recording = self._backward(taken, len(directions), knobs)
             if all(one is other for one, other in zip(given, taken)):
@@ -112,7 +113,7 @@ class Call:
     def refuse_saved(self, given: torch.Tensor, was: Layout) -> None:
         """Raise UnsupportedProblemError for a tensor that came back from a hook as what it was not."""
         raise UnsupportedProblemError(
-            f"{self.operation.name}_backward is given {given.dtype} {list(given.shape)} on {given.device} for "
+            f"{self.name}_backward is given {given.dtype} {list(given.shape)} on {given.device} for "
             f"{was.dtype} {list(was.shape)} on {self.device} that its forward saved; hooks on saved tensors must give "
             "back the shape, dtype and device that they took"
         )
@@ -168,7 +169,7 @@ class _Differentiable(torch.autograd.Function):
             return call.gradients(tensors[: len(saved)], tensors[len(saved) :])
 
         # With create_graph.
-        return None, None, *refused_again(call.operation.name, gradients, *saved, *directions)
+        return None, None, *refused_again(call.name, gradients, *saved, *directions)
 
 
 def node(name: str, function: type[torch.autograd.Function]) -> Callable:

@@ -85,6 +85,7 @@ class LayerCall:
 
     def __init__(self, products: Products, between: Call, tensors: Sequence[torch.Tensor]) -> None:
         self.sources, self.given, self.between = products.sources, products.given, between
+        between.name = NAME
         self.last_first = tuple(enumerate(products.sources))[::-1]
         first_table = len(tensors) - 1
         self.weights = slice(NUM_OTHERS, NUM_OTHERS + len(products.sources) + 1)
