@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UnsupportedProblemError
-from ..ops.checks import DEVICE_DTYPES, DTYPE_NAMES
+from ..ops.checks import DEVICE_DTYPES, is_kernel_dtype
 
 
 def check_modules(modules: Mapping[str, nn.Module | None], kinds: Iterable[tuple[str, type[nn.Module]]]) -> None:
@@ -48,7 +48,7 @@ def check_kernel_dtype(kernel_dtype: torch.dtype | None, q: Tensor, decay: Tenso
         )
     dtype = q.dtype if kernel_dtype is None else kernel_dtype
     accepted = DEVICE_DTYPES.get(q.device.type)
-    if accepted is not None and DTYPE_NAMES.get(dtype) not in accepted:
+    if accepted is not None and not is_kernel_dtype(dtype, q.device):
         given = f"kernel_dtype={kernel_dtype}" + (f" and projections that give {dtype}" if kernel_dtype is None else "")
         raise UnsupportedProblemError(
             f"{given} on {q.device}; kernels there take q, k and v as {', '.join(accepted)}: set kernel_dtype to one "

@@ -154,7 +154,9 @@ class KimiDeltaAttention(nn.Module):
         return linear(modules, "o_proj", y)
 
     def _as_one_call(self, x: Tensor, plan: Plan | None, options: KdaOptions | None) -> Tensor | None:
-        """Return the output, None where modules are not bare or ``attention_layer`` returns it."""
+        """Return the output, None under autocast, where modules are not bare or ``attention_layer`` returns it."""
+        if torch._C._is_any_autocast_enabled():
+            return None
         if getattr(self.between_projections, "__func__", None) is not KimiDeltaAttention.between_projections:
             return None  # a subclass has its own
         if self.kernel_dtype is not None and self.kernel_dtype != x.dtype:

@@ -38,7 +38,7 @@ def between_projections(
     asked = (BetweenProjections.name, plan, tensors, form, options)
     call = find_call(*asked)
     if call is not None:
-        pack = plan or batch_tables(tensors, form.head_dim)
+        pack = plan or _batch_tables(tensors, form.head_dim)
         return call(*tensors, *pack.tables, pack.cu_seqlens)[0]
     checked = checked_operation(tensors, form, plan, options)
     if checked is None:
@@ -49,7 +49,7 @@ def between_projections(
     return None if call is None else call(*operands)[0]
 
 
-def batch_tables(tensors: tuple[torch.Tensor, ...], head_dim: int) -> BatchTables:
+def _batch_tables(tensors: tuple[torch.Tensor, ...], head_dim: int) -> BatchTables:
     """Return the tables of B documents of T tokens."""
     values, beta = tensors[2], tensors[7]
     return tables_of_batch(*values.shape[:2], beta.shape[-1], head_dim, values.device)

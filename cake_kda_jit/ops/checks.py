@@ -89,14 +89,14 @@ def check_shape(name: str, tensor: torch.Tensor, expected: tuple[int, ...], mean
         raise UnsupportedProblemError(f"{name} has shape {_shape(tensor)}; expected {meaning} = {list(expected)}")
 
 
-def is_kernel_dtype(tensor: torch.Tensor) -> bool:
-    """Whether kernels on the tensor's device compute from its dtype."""
-    return DTYPE_NAMES.get(tensor.dtype) in DEVICE_DTYPES.get(tensor.device.type, ())
+def is_kernel_dtype(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether kernels on the device compute from the dtype."""
+    return DTYPE_NAMES.get(dtype) in DEVICE_DTYPES.get(device.type, ())
 
 
 def kernel_dtype(name: str, tensor: torch.Tensor) -> str:
     """Return bf16, fp16 or fp32, if kernels on the tensor's device compute from it."""
-    if not is_kernel_dtype(tensor):
+    if not is_kernel_dtype(tensor.dtype, tensor.device):
         accepted = DEVICE_DTYPES.get(tensor.device.type, ())
         raise UnsupportedProblemError(
             f"{name} is {tensor.dtype} on {tensor.device}; accepted there: "

@@ -8,7 +8,7 @@ its products are added up by torch's products themselves, not behind them, and m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from operator import itemgetter
 from typing import NamedTuple
@@ -26,7 +26,11 @@ from .problem import KdaOptions
 from .recorder import layout_of
 
 NAME = "kimi_delta_attention"
-NUM_OTHERS = 6  # tensors between x and the projections' weights
+GIVEN = BetweenProjections.have_tokens
+OTHERS = tuple(number for number in range(BetweenProjections.num_differentiable) if number not in GIVEN)
+"""Of the tensors of ``BetweenProjections``, those that products give, and those between x and the weights."""
+
+NUM_OTHERS = len(OTHERS)
 NUM_TABLES = 4
 
 
@@ -34,7 +38,7 @@ class Products(NamedTuple):
     """A layer's projections but the last, in order: the source of each is 0 for x, else the number of another.
 
     ``given`` are the numbers of those that become q, k, v, and the logits of decay, beta and output gate, in the order
-    of ``BetweenProjections.have_tokens``.
+    of ``GIVEN``.
     """
 
     sources: tuple[int, ...]
@@ -57,15 +61,13 @@ def attention_layer(
 
     The tensors are x ``[B, T, hidden]``; the weights of the three convolutions ``[D, 1, W]``, A_log, dt_bias, the
     norm's weight; the weights of the products and of the last projection ``[out, in]``; and, if there is one, the bias
-    of the last of the products. Without a plan there are B documents. Only in eager mode.
+    of the last of the products. Without a plan there are B documents. Only in eager mode, and not under autocast.
 
-    Returns None under autocast, where x, the projections' weights and the bias differ in dtype or device or do not fit,
-    where x is not contiguous or of a dtype that kernels do not take, and where ``between_projections`` would return
-    None. Errors are those of ``causal_conv1d``, ``chunk_kda`` and ``gated_rms_norm``.
+    Returns None where x, the projections' weights and the bias differ in dtype or device or do not fit, where x is not
+    contiguous or of a dtype that kernels do not take, and where ``between_projections`` would return None. Errors are
+    those of ``causal_conv1d``, ``chunk_kda`` and ``gated_rms_norm``.
     """
     x = tensors[0]
-    if torch._C._is_any_autocast_enabled():
-        return None
     asked = (NAME, plan, tensors, len(products.sources), *form, options)
     call = calls.find_call(*asked)
     if call is None:
@@ -92,9 +94,9 @@ class LayerCall:
         self.has_bias = self.weights.stop < first_table
         self.first_result = first_table + NUM_TABLES  # x, then those of the products
         self.number_of_y = self.first_result + 1 + len(products.sources)
-        q, k, v, decay, beta, gate = (self.first_result + number for number in products.given)
+        given = (self.first_result + number for number in products.given)
         tables = range(first_table, self.first_result)
-        self.operands = itemgetter(q, k, v, 0, 1, 2, decay, beta, 3, 4, gate, 5, *tables)  # of what is kept
+        self.operands = itemgetter(*_arranged(given, range(NUM_OTHERS)), *tables)  # of what is kept
         x, weights = tensors[0], tensors[1:][self.weights]
         self.o_weight = layout_of(weights[-1])
         rows, (hidden, channels) = x.shape[:2].numel(), weights[-1].shape
@@ -150,7 +152,7 @@ class LayerCall:
         dy = torch.mm(do, weights[-1])
         found = self.between.gradients((*self.operands(kept), *more), (dy,))
         directions: list[torch.Tensor | None] = [None] * len(weights)
-        for number, place in zip(self.given, BetweenProjections.have_tokens):
+        for number, place in zip(self.given, GIVEN):
             directions[number] = found[place]
         d_others = _of_others(found)
         d_bias = (directions[-1].sum(0) if needed[-1] else None,) if self.has_bias else ()
@@ -170,8 +172,13 @@ class LayerCall:
         return dx, *d_others, *d_weights, *d_bias
 
 
-_of_others = itemgetter(3, 4, 5, 8, 9, 11)
-"""Of the tensors of ``BetweenProjections``, those that no product gives, in their order."""
+def _arranged(given: Iterable, others: Iterable) -> tuple:
+    """What products give, and the others, in the order of the tensors of ``BetweenProjections``."""
+    placed = dict(zip(GIVEN, given)) | dict(zip(OTHERS, others))
+    return tuple(placed[number] for number in sorted(placed))
+
+
+_of_others = itemgetter(*OTHERS)
 
 
 def _make(
@@ -184,7 +191,7 @@ def _make(
     """Return the call, or None where ``attention_layer`` returns it."""
     end = 1 + NUM_OTHERS + len(products.sources) + 1
     x, others, weights, bias = tensors[0], tensors[1 : 1 + NUM_OTHERS], tensors[1 + NUM_OTHERS : end], tensors[end:]
-    if x.dim() != 3 or not x.is_contiguous() or not checks.is_kernel_dtype(x):
+    if x.dim() != 3 or not x.is_contiguous() or not checks.is_kernel_dtype(x.dtype, x.device):
         return None
     sizes = [x.shape[-1]]
     for source, weight in zip((*products.sources, products.given[2]), weights):  # the last takes as many as v has
@@ -196,9 +203,7 @@ def _make(
 
     def operands(*batch: int) -> tuple[torch.Tensor, ...]:
         """What the products will be, for the checks, and the others: nothing reads it."""
-        q, k, v, decay, beta, gate = (x.new_empty((*batch, sizes[number])) for number in products.given)
-        q_conv, k_conv, v_conv, A_log, dt_bias, norm = others
-        return q, k, v, q_conv, k_conv, v_conv, decay, beta, A_log, dt_bias, gate, norm
+        return _arranged((x.new_empty((*batch, sizes[number])) for number in products.given), others)
 
     checked = checked_operation(operands(*x.shape[:2]), form, plan, options)
     if checked is None:

@@ -19,6 +19,7 @@ from ..programs import norms
 from ..programs.convolutions import DTYPES, FP32_ERROR, assert_equal_bits
 from ..programs.norms import (
     NormCase,
+    assert_a_row_has_the_same_bits_anywhere,
     assert_gates_far_from_zero,
     assert_near,
     backward_values,
@@ -102,11 +103,7 @@ def test_same_bits_every_time():
 
 
 def test_a_row_has_the_same_bits_anywhere():
-    case = make_case(300, 1, dtype=torch.bfloat16)
-    found = run(case)
-    alone = run(replace(case, x=case.x[150:], gate=case.gate[150:], dy=case.dy[150:]))
-    for name in ("y", "dx", "dgate"):
-        assert torch.equal(alone[name], found[name][150:]), name
+    assert_a_row_has_the_same_bits_anywhere(run)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 64, 100, 5000])

@@ -138,6 +138,15 @@ def assert_gates_far_from_zero(run: Callable[[NormCase], dict[str, Tensor]], gat
         assert found[name][-1].isnan().all(), name
 
 
+def assert_a_row_has_the_same_bits_anywhere(run: Callable[[NormCase], dict[str, Tensor]]) -> None:
+    """Rows by themselves have the bits that they have behind 150 others."""
+    case = make_case(300, 1, dtype=torch.bfloat16)
+    found = run(case)
+    alone = run(replace(case, x=case.x[150:], gate=case.gate[150:], dy=case.dy[150:]))
+    for name in ("y", "dx", "dgate"):
+        assert torch.equal(alone[name], found[name][150:]), name
+
+
 def strided_cases(case: NormCase) -> dict[str, NormCase]:
     """The same numbers in other layouts: what lies between them is NaN."""
     tokens, heads, head_dim = case.x.shape

@@ -11,6 +11,7 @@ from cake_kda_jit.errors import UnsupportedProblemError
 
 from .convolutions import DTYPES, FP32_ERROR, assert_equal_bits
 from .norms import (
+    assert_a_row_has_the_same_bits_anywhere,
     assert_gates_far_from_zero,
     assert_near,
     forward_values,
@@ -61,11 +62,7 @@ def test_thread_count_changes_no_bit():
 
 
 def test_a_row_has_the_same_bits_anywhere():
-    case = make_case(300, 1, dtype=torch.bfloat16)
-    found = run(case)
-    alone = run(replace(case, x=case.x[150:], gate=case.gate[150:], dy=case.dy[150:]))
-    for name in ("y", "dx", "dgate"):
-        assert torch.equal(alone[name], found[name][150:]), name
+    assert_a_row_has_the_same_bits_anywhere(run)
 
 
 def test_gates_far_from_zero():
